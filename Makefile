@@ -1,0 +1,57 @@
+# `make demo` and `make test` are all a newcomer needs: each makes .venv on first use and then does its work.
+# Needs only make and a Python of 3.11 or newer (choose one with `make PYTHON=/path/to/python3 ...`); no compiler.
+
+SHELL := /bin/sh
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# The environment of the shell must not leak into ours.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo demo-full test lint clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+
+venv: $(STAMP) ## Make .venv and install Sparring into it, with every version as constraints.txt pins it
+
+# A Python that merely has a name on the PATH may not run (version managers leave such shims), so each is tried.
+$(STAMP): pyproject.toml constraints.txt
+	@set -eu; \
+	runs() { "$$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }; \
+	if ! { runs $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1; }; then \
+	  if [ -n "$(PYTHON)" ]; then candidates="$(PYTHON)"; else candidates="python3.11 python3.12 python3.13 python3"; fi; \
+	  found=; \
+	  for candidate in $$candidates; do if runs "$$candidate"; then found="$$candidate"; break; fi; done; \
+	  if [ -z "$$found" ]; then \
+	    echo "error: no Python 3.11 or newer with the modules venv and ensurepip runs here (tried: $$candidates)." >&2; \
+	    echo "       Install one (on Debian and Ubuntu: python3 and python3-venv), or name it: make PYTHON=/path/to/python3 venv" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "Making .venv with $$found ($$("$$found" -c 'import platform; print(platform.python_version())'))"; \
+	  "$$found" -m venv --clear .venv; \
+	fi; \
+	echo "Installing Sparring and the pinned versions of what it needs (about a minute, or as long as the download takes)"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"; \
+	touch $(STAMP)
+
+demo: $(STAMP) ## Run the main job on the embedded model (minutes, on a CPU)
+	$(BIN)/sparring demo
+
+demo-full: $(STAMP) ## Run the main job at full length
+	$(BIN)/sparring demo --full
+
+test: $(STAMP) ## Run the tests (without those marked slow)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+
+lint: $(STAMP) ## Check style, formatting, import contracts and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+clean: ## Remove caches and build products (keeps .venv and runs)
+	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -path ./.venv -prune -o -path ./runs -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +

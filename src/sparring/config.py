@@ -1,0 +1,414 @@
+"""What can be set: one frozen class a command, read from TOML and dotted overrides, written whole into each run.
+
+``load_config(SharedConfig, toml=Path("my.toml"), overrides=["--gate.rate", "0.03"])``. How settings are read and
+written is in ``settings_io.py``; what those of learning mean is in ``learning/settings.py``. The environment's own
+settings pass through ``env_settings`` unread: the environment checks them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sparring.errors import ConfigError, nearest
+from sparring.learning.settings import (
+    AdvantageSettings,
+    GateSettings,
+    LossSettings,
+    OptimizerSettings,
+    check_gate_and_loss,
+)
+from sparring.settings_io import (
+    Option,
+    Scalar,
+    changed_settings,
+    check_types,
+    describe,
+    flatten,
+    from_settings,
+    load_config,
+    to_toml,
+)
+from sparring.types import SamplingSettings
+
+__all__ = [
+    "CheckEnvConfig",
+    "CheckpointSettings",
+    "DemoConfig",
+    "EvalConfig",
+    "ExportConfig",
+    "LoraSettings",
+    "Option",
+    "PlayConfig",
+    "Scalar",
+    "SharedConfig",
+    "WarmupConfig",
+    "changed_settings",
+    "describe",
+    "flatten",
+    "from_settings",
+    "load_config",
+    "to_toml",
+]
+
+Device = Literal["cpu", "cuda"]
+PLAYER_KINDS = ("policy", "bot", "frozen", "openai")
+_REWARDS = ("outcome", "classic", "env")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSettings:
+    """Low-rank adapters, where ``adapters`` asks for them.
+
+    >>> LoraSettings().rank
+    16
+    """
+
+    rank: int = 16
+    """Inner width of each adapter; more learns more and costs more."""
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least("lora.rank", self.rank, 1)
+        _above_zero("lora.alpha", self.alpha)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSettings:
+    """When the run is saved, and how much is kept.
+
+    >>> CheckpointSettings().every
+    25
+    """
+
+    every: int = 25
+    """Ticks between two checkpoints; the last tick always makes one."""
+    keep: int = 5
+    """How many of the newest checkpoints stay on disk; the best one stays besides."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least("checkpoint.every", self.every, 1)
+        _at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedConfig:
+    """``sparring train shared``: many agents in teams learn with one shared model, or with one adapter a team.
+
+    >>> SharedConfig(ticks=3, gate=GateSettings(rate=0.1)).gate.rate
+    0.1
+    """
+
+    model: str = "tiny"
+    """Registered name (`sparring models list`), directory, or Hugging Face name."""
+    env: str = "market"
+    """Built-in environment, or package.module:Class."""
+    env_settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """The environment's own settings, which it checks itself."""
+    seed: int = 0
+    """One seed is one run, on one machine type and thread count."""
+    ticks: int = 100
+    """Length of the run; in each tick every agent decides once."""
+    worlds: int = 4
+    """Environments played side by side."""
+    agents_per_team: int = 4
+    """Agents of each team in each world."""
+    reward: str = "outcome"
+    """outcome, classic, env (the environment's own), or package.module:function."""
+    rules: Literal["brief", "full"] = "brief"
+    """How much of the list of actions every prompt repeats."""
+    players: Mapping[str, str] = field(default_factory=dict)
+    """Who plays a team: policy (default), bot:NAME, frozen:CHECKPOINT_OR_MODEL, openai:URL#MODEL."""
+    trainable: tuple[str, ...] = ()
+    """Teams that learn; none named means every team that the policy plays."""
+    adapters: Literal["none", "shared", "per_team"] = "none"
+    """Train all weights, one LoRA adapter, or one adapter for each team."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
+    gate: GateSettings = field(default_factory=GateSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    min_batch: int = 16
+    """Settled replies of a policy that make a step; fewer wait for the next tick."""
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    device: Device = "cpu"
+    """Where the model runs."""
+    threads: int | None = None
+    """CPU threads of the computation; none leaves it to PyTorch."""
+    run: str | None = None
+    """Name of the run's directory under runs/; none makes one from the date."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("ticks", "worlds", "agents_per_team", "min_batch"):
+            _at_least(name, getattr(self, name), 1)
+        _common(self.seed, self.threads, self.run)
+        _reward(self.reward)
+        _sampling(self.sampling)
+        _lora_only_with_adapters(self.adapters, self.lora)
+        for team, player in self.players.items():
+            _player(f"players.{team}", player)
+        for team in self.trainable:
+            player = self.players.get(team, "policy")
+            if player != "policy":
+                raise ConfigError(f"trainable names {team!r}, but players.{team} is {player!r}: only a policy learns")
+        check_gate_and_loss(self.gate, self.loss)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupConfig:
+    """``sparring warmup``: a supervised start, from the play of scripted bots or from a file of chats.
+
+    >>> WarmupConfig(out="my-start").epochs
+    2
+    """
+
+    out: str
+    """Directory of the warmed-up model, to be given to `train shared --model`."""
+    model: str = "tiny"
+    """The model to start from: registered name, directory, or Hugging Face name."""
+    env: str = "market"
+    """Whose bots are copied: built-in environment, or package.module:Class."""
+    env_settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """The environment's own settings, which it checks itself."""
+    agents_per_team: int = 4
+    """Agents of each team while the bots play."""
+    rules: Literal["brief", "full"] = "brief"
+    """How much of the list of actions every prompt repeats; as in the training to come."""
+    chats: Path | None = None
+    """JSONL of chats ({"messages": [{"role": ..., "content": ...}]}) to learn from in place of bots."""
+    examples: int = 4000
+    """Replies to learn from."""
+    epochs: int = 2
+    """Passes over the examples."""
+    batch_size: int = 32
+    """Replies in one step."""
+    learning_rate: float = 1e-3
+    """Peak change of a weight per step, roughly."""
+    adapters: Literal["none", "shared"] = "none"
+    """Train all weights, or one LoRA adapter."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    micro_batch_tokens: int = 16384
+    """Token positions between two backward passes: bounds memory, changes no gradient."""
+    seed: int = 0
+    """One seed is one run, on one machine type and thread count."""
+    device: Device = "cpu"
+    """Where the model runs."""
+    threads: int | None = None
+    """CPU threads of the computation; none leaves it to PyTorch."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("agents_per_team", "examples", "epochs", "batch_size", "micro_batch_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        _above_zero("learning_rate", self.learning_rate)
+        _common(self.seed, self.threads, None)
+        _lora_only_with_adapters(self.adapters, self.lora)
+        if not self.out.strip():
+            raise ConfigError("out is empty: name a directory for the warmed-up model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """``sparring eval RUN``: start, trained, filtered cloning and every bot on one held-out panel of situations.
+
+    >>> EvalConfig(run="runs/market").situations
+    240
+    """
+
+    run: str
+    """The run's directory, or its name under runs/."""
+    situations: int = 240
+    """Decisions in the panel; the same ones for every player."""
+    seed: int = 0
+    """Of the panel, the replies and the bootstrap."""
+    step: int | None = None
+    """Checkpoint to evaluate; none takes the newest."""
+    cloning: bool = True
+    """Train and show filtered cloning too: it is what a gain of RL must beat."""
+    device: Device = "cpu"
+    """Where the model runs."""
+    threads: int | None = None
+    """CPU threads of the computation; none leaves it to PyTorch."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least("situations", self.situations, 1)
+        _common(self.seed, self.threads, None)
+        if self.step is not None:
+            _at_least("step", self.step, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoConfig:
+    """``sparring demo``: the main job on the embedded model, and what came of it.
+
+    >>> DemoConfig().full
+    False
+    """
+
+    full: bool = False
+    """Run at full length, in place of the few minutes of the short demo."""
+    seed: int = 0
+    """One seed is one demo, on one machine type and thread count."""
+    run: str | None = None
+    """Name of the run's directory under runs/; none makes one from the date."""
+    threads: int | None = None
+    """CPU threads of the computation; none leaves it to PyTorch."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _common(self.seed, self.threads, self.run)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlayConfig:
+    """``sparring play ENV``: a person takes a seat.
+
+    >>> PlayConfig(team="blue").others
+    'tiny'
+    """
+
+    env: str = "market"
+    """Built-in environment, or package.module:Class."""
+    env_settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """The environment's own settings, which it checks itself."""
+    team: str = "blue"
+    """The team of your seat."""
+    others: str = "tiny"
+    """Who plays the other seats: a model, a checkpoint, or bot:NAME."""
+    agents_per_team: int = 2
+    """Agents of each team, you among them."""
+    seed: int = 0
+    """One seed is one world."""
+    device: Device = "cpu"
+    """Where the model runs."""
+    threads: int | None = None
+    """CPU threads of the computation; none leaves it to PyTorch."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _at_least("agents_per_team", self.agents_per_team, 1)
+        _common(self.seed, self.threads, None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """``sparring export SOURCE``: a trained policy as others read it.
+
+    >>> ExportConfig(source="runs/market", out="my-model").format
+    'hf'
+    """
+
+    source: str
+    """A run, a checkpoint, or a model."""
+    out: str
+    """Directory to write; it must not exist, or be empty."""
+    format: Literal["hf", "peft", "merged"] = "hf"
+    """Whole model, LoRA adapter alone, or model with the adapter merged in."""
+    policy: str | None = None
+    """Which policy, where a run trained several."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckEnvConfig:
+    """``sparring check-env ENV``: does an environment keep the contract?
+
+    >>> CheckEnvConfig(env="market").seed
+    0
+    """
+
+    env: str
+    """Built-in environment, or package.module:Class."""
+    env_settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """The environment's own settings, which it checks itself."""
+    seed: int = 0
+    """Of the episodes that are played."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _common(self.seed, None, None)
+
+
+def check_run_name(name: str) -> None:
+    """Raise ConfigError for what cannot name a directory under ``runs/`` on every machine."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) or name == "none":
+        raise ConfigError(f"run is {name!r}: give a name of letters, digits, dots, dashes and underscores")
+
+
+# Checks
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} is {value}: give at least {least}")
+
+
+def _above_zero(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0.0):
+        raise ConfigError(f"{name} is {value!r}: give a finite number above 0")
+
+
+def _common(seed: int, threads: int | None, run: str | None) -> None:
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed is {seed}: give a whole number from 0 to 2**63 - 1")
+    if threads is not None:
+        _at_least("threads", threads, 1)
+    if run is not None:
+        check_run_name(run)
+
+
+def _reward(name: str) -> None:
+    if name in _REWARDS:
+        return
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ConfigError(f"reward is {name!r}{nearest(name, _REWARDS)}; your own is package.module:function")
+
+
+def _sampling(sampling: SamplingSettings) -> None:
+    check_types(sampling)
+    _above_zero("sampling.temperature", sampling.temperature)
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise ConfigError(f"sampling.top_p is {sampling.top_p!r}: give a share above 0 and at most 1")
+    _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
+
+
+def _lora_only_with_adapters(adapters: str, lora: LoraSettings) -> None:
+    if adapters == "none" and lora != LoraSettings():
+        raise ConfigError("lora is set, but adapters is 'none' and no adapter is trained: write adapters = 'shared'")
+
+
+def _player(name: str, player: str) -> None:
+    kind, colon, rest = player.partition(":")
+    if kind not in PLAYER_KINDS:
+        raise ConfigError(f"{name} is {player!r}{nearest(kind, PLAYER_KINDS)}")
+    if kind == "policy":
+        fits, form = not colon, "policy"
+    elif kind == "openai":
+        url, _, model = rest.partition("#")
+        fits = url.startswith(("http://", "https://")) and url.count("/") >= 2 and bool(model)
+        form = "openai:http://HOST:PORT/v1#MODEL"
+    else:
+        fits, form = bool(rest.strip()), "bot:NAME" if kind == "bot" else "frozen:CHECKPOINT_OR_MODEL"
+    if not fits:
+        raise ConfigError(f"{name} is {player!r}: write {form}")

@@ -1,0 +1,1 @@
+"""Samplers: in this process, or any OpenAI-compatible server."""

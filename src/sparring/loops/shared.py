@@ -1,0 +1,459 @@
+"""Many agents in teams learn with one shared model (or one adapter a team): policy gradient on the tokens worth it.
+
+Read ``train_shared`` from top to bottom. What was left out of the textbook method, on purpose: no value function (the
+baseline is the team's own batch), no replay (a settled turn is trained once), no epochs over a batch, and no backward
+pass for tokens that the gate drops. Turns are trained when they have *settled*, some ticks after they were sampled;
+importance weights correct for the steps between.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+
+from sparring.checkpoints import Checkpoint, incarnation, read_checkpoint, rotate, write_checkpoint
+from sparring.config import SharedConfig, to_toml
+from sparring.envs.contract import Env
+from sparring.envs.load import load_env
+from sparring.errors import CheckpointError, ConfigError, nearest
+from sparring.inference.remote import RemoteChat
+from sparring.learning.advantages import BaselineState, credit
+from sparring.learning.batch import split_stale, to_experiences
+from sparring.learning.gate import Gate, GateDecision, GateState
+from sparring.learning.optimizers import NamedOptimizer, OptimizerState, load_optimizer_state, optimizer_state
+from sparring.learning.step import learner_step
+from sparring.loops.rollout import (
+    BotPlayer,
+    Player,
+    PolicyPlayer,
+    RemotePlayer,
+    SavedTable,
+    SavedTurn,
+    Stopwatch,
+    Table,
+    advance,
+    decide,
+    load_table,
+    load_turn,
+    open_table,
+    save_table,
+    save_turn,
+)
+from sparring.metrics import MetricsWriter, Progress, Transcript, collapse_alarms
+from sparring.policies.causal_lm import CausalLM
+from sparring.rewards.load import RewardFunction, load_reward
+from sparring.rundir import RunDirectory, Session
+from sparring.runs import build_policies, find_checkpoint, load_policy, policy_name, restore_policies, tensor_file
+from sparring.types import (
+    EpisodeReport,
+    Outcome,
+    PolicyVersion,
+    Reward,
+    Settlement,
+    StepReport,
+    TeamReport,
+    TickReport,
+    Turn,
+)
+
+ALARM_WINDOW = 20
+"""Ticks that the collapse alarms look back on."""
+
+
+class SavedSettlement(msgspec.Struct, frozen=True, kw_only=True):
+    """A settled turn that still waits for its batch."""
+
+    turn: SavedTurn
+    settled_at: int
+    reward: Reward
+
+
+class SavedState(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a run but its weights, moments and gate history: what a checkpoint's ``state.json`` holds."""
+
+    tick: int
+    next_episode: int
+    tables: list[SavedTable]
+    ready: list[SavedSettlement]
+    baselines: BaselineState
+    gate: GateState
+    optimizers: dict[str, OptimizerState]
+    versions: dict[str, PolicyVersion]
+    counts: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedReport:
+    """What a run came to; ``report.json``."""
+
+    run: str
+    ticks: int
+    episodes: int
+    steps: Mapping[str, int]
+    """Optimiser steps by policy."""
+    replies: int
+    valid_share: float
+    """Of replies of policies."""
+    trained_replies: int
+    graded_tokens: int
+    eligible_tokens: int
+    stale_replies: int
+    """Settled too many versions late, and left out."""
+    unscored: Mapping[str, int]
+    """Turns a reward function failed on, by reason."""
+    reward_mean: Mapping[str, float]
+    """By team, over all settled turns."""
+    seconds: float
+    stopped: bool
+    """Ended early, by a signal; resume with --resume."""
+    notices: tuple[str, ...]
+
+
+def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedReport:
+    """Runs, or resumes, a training run under ``runs/`` and returns its report.
+
+    Raises:
+        ConfigError, ModelError, CheckpointError, EnvError: Before anything is written, where that is possible.
+        TrainingError: Loss or gradient was not finite; the batch lies in the run's directory.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    envs = [_make_env(config) for _ in range(config.worlds)]
+    env = envs[0]
+    players, policies = _seat_players(config, env)
+    trained = {name for name, policy in policies.items() if _is_trained(policy, players)}
+    optimizers = {
+        name: NamedOptimizer(policy.trainable_parameters(), policy.matrix_names(), config.optimizer, seed=config.seed)
+        for name, policy in policies.items()
+        if name in trained
+    }
+    if config.loss.kl_coefficient > 0.0:
+        for name in optimizers:
+            policies[name].keep_reference()
+    gate, baselines = Gate(config.gate, seed=config.seed), BaselineState()
+    reward = load_reward(config.reward, env=env)
+    session = Session.now(argv=_argv(), device=config.device, threads=torch.get_num_threads(), dtype="float32")
+
+    with _run_directory(config, resume, session) as run, _stop_on_signals() as stop:
+        number = incarnation(run.path)
+        tick, next_episode, ready, counts = 0, 0, list[Settlement](), Counter[str]()
+        checkpoint = read_checkpoint(find_checkpoint(run.path)) if resume is not None else None
+        if checkpoint is None:
+            tables = []
+            for index, own_env in enumerate(envs):
+                tables.append(_open(config, own_env, index, next_episode))
+                next_episode += 1
+        else:
+            state = _read_state(checkpoint)
+            restore_policies(policies, checkpoint)
+            for name, optimizer in optimizers.items():
+                load_optimizer_state(optimizer, checkpoint.tensors[f"optimizer-{name}.safetensors"], state.optimizers[name])
+            gate.load_state({n: t.numpy() for n, t in checkpoint.tensors.get("gate.safetensors", {}).items()}, state.gate)
+            if config.loss.kl_coefficient > 0.0:
+                for name in optimizers:
+                    policies[name].load_reference(checkpoint.tensors[f"reference-{name}.safetensors"])
+            baselines, tick, next_episode = state.baselines, state.tick, state.next_episode
+            counts.update({key: int(value) if value.is_integer() else value for key, value in state.counts.items()})  # type: ignore[arg-type]
+            tables = [load_table(saved, own, policies) for saved, own in zip(state.tables, envs, strict=True)]
+            ready = [_load_settlement(saved, policies, env) for saved in state.ready]
+            run.cut_back(tick)
+        for name, policy in policies.items():
+            step = state.versions[name].step if checkpoint is not None else 0
+            policy.version = PolicyVersion(incarnation=number, step=step)
+
+        watch, window = Stopwatch(), deque[TickReport](maxlen=ALARM_WINDOW)
+        with (
+            MetricsWriter(run.metrics) as metrics,
+            Progress(total=config.ticks, start=tick, quiet=config.quiet) as progress,
+        ):
+            transcript = Transcript(run.episodes)
+            for notice in run.notices:
+                progress.note(notice)
+            while tick < config.ticks and not stop():
+                tick_watch = Stopwatch()
+                tick += 1
+
+                # Every agent decides; what settles comes back with its reward.
+                before = {name: _sampled(players, name) for name in policies}
+                decided = decide(tables, players, config.sampling, seed=config.seed)
+                sampling_seconds = tick_watch.seconds()
+                settled: list[Settlement] = []
+                episodes: list[EpisodeReport] = []
+                for index, table in enumerate(tables):
+                    outcomes, done = advance(table, decided[index], players, reward)
+                    settled += outcomes
+                    if done:
+                        episodes.append(EpisodeReport(episode=table.episode, ticks=table.tick, figures={}))
+                        tables[index] = _open(config, table.env, table.number, next_episode)
+                        next_episode += 1
+                turns = [turn for one in decided for turn in one.turns]
+
+                # Advantages over the whole batch, the gate, one step for each policy.
+                ready += settled
+                reports: list[StepReport] = []
+                kept = Counter[str]()
+                if len(ready) >= config.min_batch:
+                    fresh: list[Settlement] = []
+                    for name in sorted(trained):
+                        mine = [s for s in ready if s.turn.policy == name]
+                        current, stale = split_stale(mine, policies[name].version, config.loss.max_version_lag)
+                        fresh += current
+                        counts["stale_replies"] += len(stale)
+                    ready = []
+                    credits, baselines = credit(fresh, config.advantages, baselines)
+                    decision = gate.weigh(credits.turns)
+                    kept = _kept_by_team(decision)
+                    for name in sorted(trained):
+                        reports.append(learner_step(
+                            policies[name], to_experiences(decision.turns, policy=name), config.loss, optimizers[name],
+                            bad_batch_dir=run.path / "bad-batches",
+                        ))  # fmt: skip
+
+                # Reports, and the checkpoint that stands for all of it.
+                report = _tick_report(
+                    tick, env.teams, turns, settled, kept, tuple(reports), sampling_seconds=sampling_seconds,
+                    prompt_tokens=sum(_sampled(players, name) - before[name] for name in policies),
+                    seconds=tick_watch.seconds(), window=window,
+                )  # fmt: skip
+                window.append(report)
+                _count(counts, report, settled)
+                metrics.write(report, episodes)
+                progress.update(report)
+                for settlement in settled:
+                    policy = policies[settlement.turn.policy]
+                    transcript.write(settlement, tick=tick, reply=policy.chat.decode(settlement.turn.reply_ids))
+                transcript.flush()
+                if tick % config.checkpoint.every == 0 or tick == config.ticks or stop():
+                    metrics.sync()
+                    saved = _state(tick, next_episode, tables, ready, baselines, gate, optimizers, policies, counts)
+                    write_checkpoint(
+                        run.checkpoints, tick, tensors=_tensors(policies, optimizers, gate, config),
+                        documents={"state.json": msgspec.json.encode(saved)},
+                        consumed={"tick": tick, "episodes": next_episode},
+                    )  # fmt: skip
+                    rotate(run.checkpoints, config.checkpoint.keep)
+        final = _report(run, tick, next_episode, policies, counts, reward, env.teams, watch, stopped=tick < config.ticks)
+        run.write_report(final)
+        return final
+
+
+# ------------------------------------------------------------------------------------------------------- beginning
+
+
+def _argv() -> tuple[str, ...]:
+    import sys
+
+    return tuple(sys.argv)
+
+
+def _make_env(config: SharedConfig) -> Env:
+    return load_env(config.env, rules=config.rules, settings=config.env_settings)
+
+
+def _open(config: SharedConfig, env: Env, number: int, episode: int) -> Table:
+    return open_table(env, number=number, episode=episode, seed=config.seed, agents_per_team=config.agents_per_team)
+
+
+def _run_directory(config: SharedConfig, resume: Path | None, session: Session) -> RunDirectory:
+    if resume is not None:
+        return RunDirectory.open(resume, session=session, config_toml=to_toml(config))
+    return RunDirectory.create(config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="shared")
+
+
+def _seat_players(config: SharedConfig, env: Env) -> tuple[dict[str, Player], dict[str, CausalLM]]:
+    """Who plays each team, and the policies in play that may learn, by name."""
+    for team in (*config.players, *config.trainable):
+        if team not in env.teams:
+            raise ConfigError(f"players or trainable names team {team!r}, which {env.name} has not{nearest(team, env.teams)}")
+    kinds = {team: config.players.get(team, "policy") for team in env.teams}
+    learning = [team for team, kind in kinds.items() if kind == "policy"]
+    if not learning:
+        raise ConfigError("players: no team is played by a policy, so there is nothing to train")
+    trainable = set(config.trainable) or set(learning)
+    policies = build_policies(config, learning)
+    bots: Mapping[str, Any] = getattr(env, "bots", {})
+    players: dict[str, Player] = {}
+    frozen: dict[str, PolicyPlayer] = {}
+    by_policy: dict[tuple[str, bool], PolicyPlayer] = {}
+    for team, kind in kinds.items():
+        word, _, rest = kind.partition(":")
+        if word == "policy":
+            name = policy_name(config, team)
+            key = (name, team in trainable)
+            by_policy.setdefault(key, PolicyPlayer.of(policies[name], trained=team in trainable))
+            players[team] = by_policy[key]
+        elif word == "bot":
+            if rest not in bots:
+                raise ConfigError(f"players.{team}: {env.name} has no bot {rest!r}{nearest(rest, bots)}")
+            players[team] = BotPlayer(name=rest, bot=bots[rest])
+        elif word == "frozen":
+            if rest not in frozen:
+                opponent = load_policy(rest, training=False, device=config.device)
+                opponent.name = f"frozen:{rest}"
+                frozen[rest] = PolicyPlayer.of(opponent, trained=False)
+            players[team] = frozen[rest]
+        else:
+            url, _, model = rest.partition("#")
+            full = load_env(config.env, rules="full", settings=config.env_settings).rules
+            players[team] = RemotePlayer(client=RemoteChat(url, model), rules=full)
+    return players, policies
+
+
+def _is_trained(policy: CausalLM, players: Mapping[str, Player]) -> bool:
+    return any(isinstance(p, PolicyPlayer) and p.trained and p.policy is policy for p in players.values())
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM end the run after the tick, with a checkpoint; a second SIGINT ends it at once."""
+    asked = False
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the caller's program has the signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------------------------------------------------- saving
+
+
+def _tensors(
+    policies: Mapping[str, CausalLM], optimizers: Mapping[str, NamedOptimizer], gate: Gate, config: SharedConfig
+) -> dict[str, Mapping[str, torch.Tensor]]:
+    files: dict[str, Mapping[str, torch.Tensor]] = {tensor_file(name): p.state() for name, p in policies.items()}
+    for name, optimizer in optimizers.items():
+        files[f"optimizer-{name}.safetensors"] = optimizer_state(optimizer)[0]
+        reference = policies[name].reference_state() if config.loss.kl_coefficient > 0.0 else None
+        if reference is not None:
+            files[f"reference-{name}.safetensors"] = reference
+    files["gate.safetensors"] = {name: torch.from_numpy(array) for name, array in gate.state()[0].items()}
+    return files
+
+
+def _state(
+    tick: int, next_episode: int, tables: Sequence[Table], ready: Sequence[Settlement], baselines: BaselineState,
+    gate: Gate, optimizers: Mapping[str, NamedOptimizer], policies: Mapping[str, CausalLM], counts: Counter[str],
+) -> SavedState:  # fmt: skip
+    return SavedState(
+        tick=tick, next_episode=next_episode, tables=[save_table(table) for table in tables],
+        ready=[
+            SavedSettlement(turn=save_turn(s.turn), settled_at=s.outcome.settled_at, reward=s.reward) for s in ready
+        ],
+        baselines=baselines, gate=gate.state()[1],
+        optimizers={name: optimizer_state(optimizer)[1] for name, optimizer in optimizers.items()},
+        versions={name: policy.version for name, policy in policies.items()},
+        counts={key: float(value) for key, value in counts.items()},
+    )  # fmt: skip
+
+
+def _read_state(checkpoint: Checkpoint) -> SavedState:
+    try:
+        return msgspec.json.decode(checkpoint.documents["state.json"], type=SavedState)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: state.json is missing or of another version ({error})") from error
+
+
+def _load_settlement(saved: SavedSettlement, policies: Mapping[str, CausalLM], env: Env) -> Settlement:
+    turn = load_turn(saved.turn, policies[saved.turn.policy], env.action_type)
+    return Settlement(
+        turn=turn, outcome=Outcome(turn=turn.id, facts=None, settled_at=saved.settled_at), reward=saved.reward
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- reports
+
+
+def _sampled(players: Mapping[str, Player], policy: str) -> int:
+    """Prompt tokens that a policy's samplers have read so far."""
+    samplers = {id(p.sampler): p.sampler for p in players.values() if isinstance(p, PolicyPlayer) and p.policy.name == policy}
+    return sum(sampler.statistics.prompt_tokens for sampler in samplers.values())
+
+
+def _kept_by_team(decision: GateDecision) -> Counter[str]:
+    kept: Counter[str] = Counter()
+    for turn in decision.turns:
+        if any(turn.weights):
+            kept[turn.credited.settlement.turn.team] += 1
+    return kept
+
+
+def _tick_report(
+    tick: int, teams: Sequence[str], turns: Sequence[Turn], settled: Sequence[Settlement], kept: Counter[str],
+    steps: tuple[StepReport, ...], *, sampling_seconds: float, prompt_tokens: int, seconds: float,
+    window: Sequence[TickReport],
+) -> TickReport:  # fmt: skip
+    rows = []
+    for team in teams:
+        mine = [turn for turn in turns if turn.team == team]
+        back = [s for s in settled if s.turn.team == team and s.reward.total is not None]
+        parts: Counter[str] = Counter()
+        for settlement in back:
+            parts.update(settlement.reward.parts)
+        rows.append(TeamReport(
+            team=team, replies=len(mine), valid_replies=sum(turn.valid for turn in mine), settled=len(back),
+            reward_mean=sum(s.reward.total or 0.0 for s in back) / len(back) if back else None,
+            reward_parts={name: value / len(back) for name, value in parts.items()},
+            kept_replies=kept[team], action_counts=Counter(_action_name(turn) for turn in mine),
+            reply_tokens=sum(len(turn.reply_ids) for turn in mine),
+        ))  # fmt: skip
+    report = TickReport(
+        tick=tick, teams=tuple(rows), steps=steps, sampled_tokens=sum(len(turn.reply_ids) for turn in turns),
+        prompt_tokens=prompt_tokens, sampling_seconds=sampling_seconds, seconds=seconds,
+    )  # fmt: skip
+    return replace(report, alarms=collapse_alarms([*window, report]))
+
+
+def _action_name(turn: Turn) -> str:
+    if not turn.valid:
+        return "parse_failure"
+    tag = getattr(getattr(turn.action, "__struct_config__", None), "tag", None)
+    return str(tag or type(turn.action).__name__)
+
+
+def _count(counts: Counter[str], report: TickReport, settled: Sequence[Settlement]) -> None:
+    for team in report.teams:
+        counts["replies"] += team.replies
+        counts["valid_replies"] += team.valid_replies
+    for step in report.steps:
+        counts["trained_replies"] += step.eligible_replies
+        counts["graded_tokens"] += step.graded_tokens
+        counts["eligible_tokens"] += step.eligible_tokens
+    for settlement in settled:
+        if settlement.reward.total is not None:
+            counts[f"settled/{settlement.turn.team}"] += 1
+            counts[f"reward/{settlement.turn.team}"] += settlement.reward.total  # type: ignore[assignment]
+
+
+def _report(
+    run: RunDirectory, tick: int, episodes: int, policies: Mapping[str, CausalLM], counts: Counter[str],
+    reward: RewardFunction, teams: Sequence[str], watch: Stopwatch, *, stopped: bool,
+) -> SharedReport:  # fmt: skip
+    return SharedReport(
+        run=str(run.path), ticks=tick, episodes=episodes, steps={name: p.version.step for name, p in policies.items()},
+        replies=counts["replies"], valid_share=counts["valid_replies"] / max(1, counts["replies"]),
+        trained_replies=counts["trained_replies"], graded_tokens=counts["graded_tokens"],
+        eligible_tokens=counts["eligible_tokens"], stale_replies=counts["stale_replies"], unscored=dict(reward.unscored),
+        reward_mean={t: counts[f"reward/{t}"] / counts[f"settled/{t}"] for t in teams if counts[f"settled/{t}"]},
+        seconds=watch.seconds(), stopped=stopped, notices=run.notices,
+    )  # fmt: skip

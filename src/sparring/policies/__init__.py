@@ -1,0 +1,1 @@
+"""What replies and learns: the contract, and language models behind it."""

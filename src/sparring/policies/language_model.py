@@ -1,0 +1,277 @@
+"""A Hugging Face causal language model as one set of weights: forward passes, log-probs at wanted positions, adapters.
+
+Views of it (:class:`sparring.policies.causal_lm.CausalLM`) are what learns and replies; several views, with an adapter
+each, may share one of these. Nothing here looks at a token's value to tell padding from text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sparring.errors import ConfigError
+from sparring.policies.contract import ScoreRow
+from sparring.policies.distribution import token_log_probs
+from sparring.policies.kv_buffer import new_cache
+from sparring.policies.loading import cache_argument, head_is_plain
+
+_LOGIT_CHUNK_BYTES = 64 * 1024**2
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices grouped so that padded tokens (rows x longest) stay within the budget, similar lengths together.
+
+    A row longer than the budget stands alone.
+
+    >>> micro_batches([5, 2, 3], 6)
+    [[1, 2], [0]]
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if groups and (len(groups[-1]) + 1) * lengths[index] <= budget:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+class LanguageModel:
+    """Weights on a device, with the adapters that share them.
+
+    Attributes:
+        model: The transformers model. With adapters, its linear layers are PEFT's.
+        device: Where it is.
+        micro_batch_tokens: Token positions, padding included, of one forward pass of :meth:`log_probs`.
+        plain_head: Logits are the output layer on the hidden states, so it runs at wanted positions only.
+    """
+
+    def __init__(
+        self, model: Any, *, micro_batch_tokens: int = 8192, gradient_checkpointing: bool = False, pad_id: int = 0
+    ) -> None:
+        self.model = model
+        self.device: torch.device = next(model.parameters()).device
+        self.micro_batch_tokens = micro_batch_tokens
+        self.pad_id = pad_id
+        self.plain_head = head_is_plain(model)
+        self._cache_argument = cache_argument(model)
+        self._peft: Any = None
+        self._adapters: dict[str, bool] = {}
+        self._active: str | None = None
+        self.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            options = {"use_reentrant": False, "context_fn": self._recompute_contexts}
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable(options)
+
+    # Sizes
+
+    @property
+    def config(self) -> Any:
+        """The text model's transformers configuration."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest sequence in tokens, or None where the configuration does not tell."""
+        value = getattr(self.config, "max_position_embeddings", None)
+        return int(value) if value else None
+
+    @property
+    def uses_sdpa(self) -> bool:
+        """Attention runs through torch's scaled dot product, which takes a ready mask."""
+        return str(self.model.config._attn_implementation) == "sdpa"
+
+    # Forward passes
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """bf16 on a GPU; on a CPU everything stays fp32."""
+        if self.device.type == "cuda":
+            return torch.autocast("cuda", dtype=torch.bfloat16)
+        return nullcontext()
+
+    def hidden(
+        self, ids: Tensor, *, mask: Tensor | None = None, positions: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        """Last hidden states, or logits where the head is not plain.
+
+        Args:
+            ids: int64 (N, T).
+            mask: None (causal), int64 (N, past + T) with 0 on padding, or a ready mask (N, 1, T, past + T).
+            positions: int64 (N, T); None counts from 0.
+            cache: A transformers cache, filled in passing, or None.
+
+        Returns:
+            (N, T, H), or (N, T, V) where ``plain_head`` is False.
+        """
+        arguments: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "use_cache": cache is not None,
+        }
+        if cache is not None:
+            arguments[self._cache_argument] = cache
+        with self.autocast():
+            if self.plain_head:
+                states: Tensor = self.model.base_model(**arguments).last_hidden_state
+            else:
+                states = self.model(**arguments).logits
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits (N, V) of hidden states (N, H) from :meth:`hidden`; the head runs in fp32 also on a GPU."""
+        if not self.plain_head:
+            return hidden.float()
+        out: Tensor = self.model.get_output_embeddings()(hidden.float())
+        return out
+
+    def new_cache(self) -> Any:
+        """An empty key-value cache of the model's kind."""
+        return new_cache(self.model.config)
+
+    def log_probs(self, rows: Sequence[ScoreRow], *, temperature: float, top_p: float) -> Tensor:
+        """See :meth:`sparring.policies.contract.TrainablePolicy.log_probs`.
+
+        Rows are padded on the right and need no mask: causal attention never looks at what comes after. Rows of similar
+        length go together, and nothing after a row's last wanted position is forwarded.
+
+        Raises:
+            ValueError: Positions are not ascending, or outside 1 to T - 1.
+        """
+        starts, total = [], 0
+        for number, row in enumerate(rows):
+            ordered = all(a < b for a, b in zip(row.positions, row.positions[1:], strict=False))
+            if row.positions and not (ordered and row.positions[0] >= 1 and row.positions[-1] < len(row.token_ids)):
+                raise ValueError(f"row {number}: positions must ascend within 1 to {len(row.token_ids) - 1}")
+            starts.append(total)
+            total += len(row.positions)
+        wanted = [number for number, row in enumerate(rows) if row.positions]
+        if not wanted:
+            return torch.zeros(0, device=self.device)
+        lengths = [rows[number].positions[-1] for number in wanted]
+        parts: list[Tensor] = []
+        places: list[int] = []
+        for group in micro_batches(lengths, self.micro_batch_tokens):
+            members = [wanted[index] for index in group]
+            parts.append(self._group_log_probs([rows[n] for n in members], temperature, top_p))
+            places.extend(starts[n] + k for n in members for k in range(len(rows[n].positions)))
+        back = torch.empty(total, dtype=torch.int64)
+        back[torch.tensor(places)] = torch.arange(total)
+        return torch.cat(parts)[back.to(self.device)]
+
+    def _group_log_probs(self, rows: Sequence[ScoreRow], temperature: float, top_p: float) -> Tensor:
+        width = max(row.positions[-1] for row in rows)
+        ids = torch.full((len(rows), width), self.pad_id, dtype=torch.int64)
+        for number, row in enumerate(rows):
+            ids[number, : row.positions[-1]] = torch.tensor(row.token_ids[: row.positions[-1]])
+        row_index = torch.tensor([n for n, row in enumerate(rows) for _ in row.positions])
+        column_index = torch.tensor([p - 1 for row in rows for p in row.positions])
+        targets = torch.tensor([row.token_ids[p] for row in rows for p in row.positions]).to(self.device)
+        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
+        self.model.train(checkpointing)  # transformers checkpoints in training mode only; there is no dropout to wake
+        try:
+            hidden = self.hidden(ids.to(self.device))
+        finally:
+            self.model.eval()
+        picked = hidden[row_index.to(self.device), column_index.to(self.device)]
+
+        def score(states: Tensor, wanted: Tensor) -> Tensor:
+            return token_log_probs(self.logits(states), wanted, temperature, top_p)
+
+        size = max(1, _LOGIT_CHUNK_BYTES // (4 * int(self.config.vocab_size)))
+        if len(picked) <= size:
+            return score(picked, targets)
+        pieces = []
+        for states, wanted in zip(picked.split(size), targets.split(size), strict=True):
+            if torch.is_grad_enabled():
+                piece: Any = checkpoint(score, states, wanted, use_reentrant=False)
+                pieces.append(piece)
+            else:
+                pieces.append(score(states, wanted))
+        return torch.cat(pieces)
+
+    # Adapters
+
+    def add_adapter(self, name: str, lora_config: Any, *, trainable: bool = True) -> None:
+        """Add a LoRA adapter; it starts as the base model (its B matrices are 0).
+
+        Raises:
+            ConfigError: The name is taken or cannot name an adapter.
+        """
+        if name in self._adapters:
+            raise ConfigError(f"there is already an adapter {name!r}")
+        if not name.replace("_", "").replace("-", "").isalnum() or name in "lora_":
+            raise ConfigError(f"{name!r} cannot name an adapter: use letters, digits, '_' and '-', and not 'lora'")
+        if self._peft is None:
+            from peft import get_peft_model
+
+            for parameter in self.model.parameters():
+                parameter.requires_grad_(False)
+            self._peft = get_peft_model(self.model, lora_config, adapter_name=name)
+            self._active = name
+        else:
+            self._peft.add_adapter(name, lora_config)
+        self._adapters[name] = trainable
+        self._restore_gradients()
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, in the order they were added."""
+        return tuple(self._adapters)
+
+    @property
+    def active(self) -> str | None:
+        """The adapter in use; None is the base model."""
+        return self._active
+
+    @property
+    def peft(self) -> Any:
+        """PEFT's wrapper, or None without adapters."""
+        return self._peft
+
+    def adapter_parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
+        """An adapter's parameters by PEFT's file names, in which the adapter's own name does not occur."""
+        marker = f".{name}."
+        found = {}
+        for key, parameter in self._peft.named_parameters():
+            if marker in key and "lora_" in key:
+                found[key.replace(marker, ".")] = parameter
+        return found
+
+    @contextmanager
+    def activated(self, name: str | None) -> Iterator[None]:
+        """Use this adapter (None: the base model) within the block."""
+        before = self._active
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, name: str | None) -> None:
+        if self._peft is None or name == self._active:
+            return
+        if name is None:
+            self._peft.base_model.disable_adapter_layers()
+        else:
+            if self._active is None:
+                self._peft.base_model.enable_adapter_layers()
+            self._peft.set_adapter(name)
+        self._active = name
+        self._restore_gradients()
+
+    def _restore_gradients(self) -> None:
+        """PEFT lets only the active adapter require gradients, and a backward pass that is still to come for another
+        would silently find none; so that is set right after each switch."""
+        for name, trainable in self._adapters.items():
+            for parameter in self.adapter_parameters(name).values():
+                parameter.requires_grad_(trainable)
+
+    def _recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """A checkpointed layer is computed again under the adapter it ran with, whichever is active by then."""
+        return nullcontext(), self.activated(self._active)

@@ -1,0 +1,110 @@
+"""The policies of a run: made as its configuration says, saved in its checkpoints, found again by run, step and name.
+
+Wherever a model can be named, a run can be: ``load_policy("runs/market")`` is its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparring import models
+from sparring.checkpoints import Checkpoint, latest, read_checkpoint
+from sparring.config import LoraSettings, SharedConfig, load_config
+from sparring.errors import CheckpointError, ConfigError, nearest
+from sparring.rundir import RUNS, find_run
+
+if TYPE_CHECKING:
+    from sparring.policies.causal_lm import CausalLM
+
+SHARED = "shared"
+"""Name of the one policy of a run without adapters per team."""
+
+
+def policy_name(config: SharedConfig, team: str) -> str:
+    """Which policy plays a team."""
+    return team if config.adapters == "per_team" else SHARED
+
+
+def build_policies(config: SharedConfig, teams: Sequence[str], *, training: bool = True) -> dict[str, CausalLM]:
+    """The run's policies at their start, by name, for the teams that a policy plays."""
+    names = sorted({policy_name(config, team) for team in teams})
+    options: dict[str, Any] = {
+        "device": config.device, "seed": config.seed, "training": training,
+        "micro_batch_tokens": config.loss.micro_batch_tokens,
+    }  # fmt: skip
+    if config.adapters == "none":
+        return {SHARED: models.load(config.model, name=SHARED, **options)}
+    lora = lora_settings(config.lora)
+    if config.adapters == "shared":
+        return {SHARED: models.load(config.model, name=SHARED, lora=lora, **options)}
+    base = models.load(config.model, name="base", lora=lora, adapters=names, **options)
+    return {name: base.adapter(name) for name in names}
+
+
+def lora_settings(lora: LoraSettings) -> Any:
+    """The settings of a configuration as the policies room takes them."""
+    from sparring.policies.causal_lm import LoraSettings as PolicyLora
+
+    return PolicyLora(rank=lora.rank, alpha=lora.alpha)
+
+
+def tensor_file(name: str) -> str:
+    """The file of a policy's weights in a checkpoint."""
+    return f"policy-{name}.safetensors"
+
+
+def restore_policies(policies: Mapping[str, CausalLM], checkpoint: Checkpoint) -> None:
+    """Loads every policy's weights; CheckpointError if the checkpoint lacks one or shapes differ."""
+    for name, policy in policies.items():
+        weights = checkpoint.tensors.get(tensor_file(name))
+        if weights is None:
+            raise CheckpointError(f"{checkpoint.path}: no policy {name!r} in it; it belongs to another configuration")
+        policy.load_state(weights)
+
+
+def is_run(name: str | Path) -> bool:
+    """Whether this is a run's directory, or the name of one under ``runs/``."""
+    return any((place / "config.toml").is_file() for place in (Path(name), RUNS / name))
+
+
+def run_config(run: Path) -> SharedConfig:
+    """The configuration a run was started with."""
+    return load_config(SharedConfig, toml=run / "config.toml", overrides=())
+
+
+def find_checkpoint(run: Path, step: int | None = None) -> Path:
+    """A run's checkpoint: that of a step, or the newest whole one."""
+    directory = run / "checkpoints"
+    if step is None:
+        found = latest(directory)
+        if found is None:
+            raise CheckpointError(f"{run}: no checkpoint yet; let it run for checkpoint.every ticks, or stop it with Ctrl-C")
+        return found
+    wanted = directory / f"step-{step:06d}"
+    if not wanted.is_dir():
+        have = [place.name for place in sorted(directory.glob("step-*"))]
+        raise CheckpointError(f"{run}: no checkpoint of step {step} (there are: {', '.join(have) or 'none'})")
+    return wanted
+
+
+def load_policy(name: str | Path, /, *, policy: str | None = None, step: int | None = None, **options: Any) -> CausalLM:
+    """A policy to play with: of a run (its newest checkpoint, or that of ``step``), or a model by name or path.
+
+    Raises:
+        ConfigError: The run has several policies and ``policy`` names none of them.
+        CheckpointError, ModelError: See there.
+    """
+    if not is_run(name):
+        return models.load(str(name), **options)
+    run = find_run(name)
+    config = run_config(run)
+    checkpoint = read_checkpoint(find_checkpoint(run, step))
+    saved = [file.removeprefix("policy-").removesuffix(".safetensors") for file in checkpoint.tensors if file.startswith("policy-")]
+    wanted = policy or (saved[0] if len(saved) == 1 else None)
+    if wanted not in saved:
+        raise ConfigError(f"policy: {run} has the policies {', '.join(sorted(saved))}; name one{nearest(str(policy), saved)}")
+    built = build_policies(config, [wanted] if config.adapters == "per_team" else [SHARED], **options)
+    restore_policies({wanted: built[wanted]}, checkpoint)
+    return built[wanted]

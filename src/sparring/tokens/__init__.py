@@ -1,0 +1,1 @@
+"""Chat templates and token sequences: text becomes ids here, once and exactly."""

@@ -1,0 +1,376 @@
+"""The records that cross rooms: frozen, keyword-only, one sentence, shape and unit for each field.
+
+Legend: ``P`` prompt tokens, ``R`` reply tokens, ``T = P + R``. Arrays of one turn are plain tuples, so that this module
+needs nothing but the standard library; rooms that compute turn them into tensors once, at their own border.
+
+The data path: ``env -> observation -> agent -> Turn (pending) -> Settlement -> advantages -> gate -> Experience -> step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class TurnId:
+    """Names one decision of one agent; the key under which a turn is settled, logged and trained at most once.
+
+    >>> str(TurnId(episode=3, agent="a07", tick=12))
+    '3/a07/12'
+    """
+
+    episode: int
+    """Number of the episode in its run, from 0."""
+    agent: str
+    """Id of the agent within the episode; tells nothing about its team."""
+    tick: int
+    """Tick of the environment at which the agent decided, from 0."""
+
+    def __str__(self) -> str:
+        return f"{self.episode}/{self.agent}/{self.tick}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class PolicyVersion:
+    """Which weights: the run's incarnation and the optimiser step. Never reused, not even after a crash.
+
+    >>> str(PolicyVersion(incarnation=2, step=150))
+    'v2.150'
+    """
+
+    incarnation: int
+    """How often the run has been started or resumed, from 1; a resumed run never repeats an older number."""
+    step: int
+    """Optimiser steps behind these weights."""
+
+    def __str__(self) -> str:
+        return f"v{self.incarnation}.{self.step}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSettings:
+    """The distribution a reply was drawn from. Behaviour log-probs are of exactly this distribution.
+
+    >>> SamplingSettings(max_new_tokens=48).temperature
+    1.0
+    """
+
+    temperature: float = 1.0
+    """Logits are divided by this; 0 means greedy (log-probs are then those of temperature 1)."""
+    top_p: float = 1.0
+    """Nucleus mass; below 1 the support is narrowed and the log-probs are renormalised over it."""
+    max_new_tokens: int = 64
+    """Longest reply in tokens, the end-of-turn token included."""
+
+
+class ParseFailureKind(StrEnum):
+    """Why a reply is no action. A failure is data: it is counted, penalised and never paid."""
+
+    NO_JSON = "no_json"
+    INVALID_JSON = "invalid_json"
+    TRAILING_TEXT = "trailing_text"
+    SCHEMA = "schema"
+    TRUNCATED = "truncated"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParseFailure:
+    """A reply that could not be read as one action.
+
+    >>> ParseFailure(kind=ParseFailureKind.NO_JSON, detail="no '{' in the reply").kind.value
+    'no_json'
+    """
+
+    kind: ParseFailureKind
+    detail: str
+    """What was wrong, for people; at most 200 characters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """One place in an episode: who sits there is the loop's business, the environment knows only id and team.
+
+    >>> Seat(agent="a00", team="blue").team
+    'blue'
+    """
+
+    agent: str
+    team: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptParts:
+    """What an environment shows an agent, as text, in the order that lets prompts share what is common.
+
+    >>> PromptParts(shared="Tick 3", private="Cash 10").private
+    'Cash 10'
+    """
+
+    shared: str
+    """The same for all agents of this tick."""
+    private: str
+    """For this agent alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A prompt as the model reads it, tokenised exactly once.
+
+    >>> Prompt(token_ids=(1, 5, 6), dropped_messages=0).token_ids
+    (1, 5, 6)
+    """
+
+    token_ids: tuple[int, ...]
+    """Shape (P,). Ends with the template's generation header."""
+    dropped_messages: int = 0
+    """How many of the oldest messages were left out to fit the context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What the sampler returns for one prompt.
+
+    >>> Reply(token_ids=(7, 2), log_probs=(-0.1, -0.2), truncated=False, version=PolicyVersion(incarnation=1, step=0)).truncated
+    False
+    """
+
+    token_ids: tuple[int, ...]
+    """Shape (R,). Includes the end-of-turn token if one was sampled; never padding."""
+    log_probs: tuple[float, ...]
+    """Shape (R,), nats, under the distribution of the sampling settings."""
+    truncated: bool
+    """True when max_new_tokens ran out before an end-of-turn token."""
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One decision, as it was sampled. Pending until what it set going has settled.
+
+    >>> turn = Turn(id=TurnId(episode=0, agent="a00", tick=1), team="blue", policy="shared",
+    ...     version=PolicyVersion(incarnation=1, step=0), sampling=SamplingSettings(), prompt_ids=(1, 2),
+    ...     reply_ids=(3, 4), log_probs=(-0.5, -0.1), action=ParseFailure(kind=ParseFailureKind.NO_JSON, detail=""))
+    >>> turn.surprisal
+    0.6
+    """
+
+    id: TurnId
+    team: str
+    policy: str
+    """Name of the policy that replied."""
+    version: PolicyVersion
+    sampling: SamplingSettings
+    prompt_ids: tuple[int, ...]
+    """Shape (P,)."""
+    reply_ids: tuple[int, ...]
+    """Shape (R,): what was sampled is what is trained."""
+    log_probs: tuple[float, ...]
+    """Shape (R,), nats, of the distribution sampled from."""
+    action: object
+    """The environment's action record, or a ParseFailure."""
+
+    @property
+    def surprisal(self) -> float:
+        """-sum of log-probs over the reply, in nats."""
+        return -sum(self.log_probs)
+
+    @property
+    def valid(self) -> bool:
+        """True when the reply was read as an action (the environment may still refuse it)."""
+        return not isinstance(self.action, ParseFailure)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """An environment's word that a turn has settled: what followed from it, as recorded facts. Comes once a turn.
+
+    >>> Outcome(turn=TurnId(episode=0, agent="a00", tick=1), facts=None, settled_at=4).settled_at
+    4
+    """
+
+    turn: TurnId
+    facts: object
+    """The environment's own fact record; rewards are computed from it and from nothing else."""
+    settled_at: int
+    """Tick at which it settled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A reward with the parts it was made of. ``total`` None means unscored (a judge failed): not trained, never 0.
+
+    >>> Reward(total=0.5, parts={"trade": 0.5}).total
+    0.5
+    """
+
+    total: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Weighted parts; they sum to the total."""
+    violation: bool = False
+    """A safety violation (a secret leaked): the gate always keeps it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settlement:
+    """A turn joined, once, with its outcome and its reward. Only settlements train."""
+
+    turn: Turn
+    outcome: Outcome
+    reward: Reward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What one tick of an environment brought.
+
+    >>> StepOutcome(outcomes=(), terminated=frozenset(), truncated=frozenset(), done=False).done
+    False
+    """
+
+    outcomes: tuple[Outcome, ...]
+    """Turns that settled in this tick, each exactly once in its episode."""
+    terminated: frozenset[str] = frozenset()
+    """Agents whose episode ended by the world's own rules."""
+    truncated: frozenset[str] = frozenset()
+    """Agents whose episode was cut by a limit."""
+    done: bool = False
+    """No agent will act again and every turn has settled."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One agent's settled turns in one episode, in order of ticks."""
+
+    episode: int
+    agent: str
+    team: str
+    turns: tuple[Settlement, ...]
+    terminated: bool
+    """Ended by the world's own rules: nothing comes after."""
+    truncated: bool
+    """Cut by a limit: a value could still be bootstrapped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """All agents' trajectories of one episode."""
+
+    number: int
+    seed: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experience:
+    """One turn as the learner takes it. All token arrays have shape (T,) and are aligned with ``token_ids``.
+
+    >>> e = Experience(source=TurnId(episode=0, agent="a00", tick=0), policy="shared", team="blue",
+    ...     version=PolicyVersion(incarnation=1, step=0), sampling=SamplingSettings(), token_ids=(1, 2, 3),
+    ...     loss_mask=(False, True, True), behaviour_log_probs=(0.0, -0.5, -0.1), advantages=(0.0, 1.0, 1.0),
+    ...     weights=(0.0, 1.0, 0.0))
+    >>> e.graded_tokens
+    1
+    """
+
+    source: TurnId
+    policy: str
+    team: str
+    version: PolicyVersion
+    sampling: SamplingSettings
+    token_ids: tuple[int, ...]
+    """Prompt then reply."""
+    loss_mask: tuple[bool, ...]
+    """True on reply tokens: these count in the denominator whether the gate keeps them or not."""
+    behaviour_log_probs: tuple[float, ...]
+    """Nats; 0 on the prompt."""
+    advantages: tuple[float, ...]
+    """Reward units over a baseline; 0 on the prompt."""
+    weights: tuple[float, ...]
+    """Gate weights in [0, 1]; a weight of 0 costs nothing: it is neither forwarded for itself nor graded."""
+
+    @property
+    def graded_tokens(self) -> int:
+        return sum(1 for weight, on in zip(self.weights, self.loss_mask, strict=True) if on and weight != 0.0)
+
+
+class SkipReason(StrEnum):
+    """Why a learner step left the weights alone."""
+
+    NO_EXPERIENCE = "no_experience"
+    EQUAL_REWARDS = "equal_rewards"
+    NOTHING_KEPT = "nothing_kept"
+    ZERO_GRADIENT = "zero_gradient"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one learner step did, for one policy. Counts are exact; means are over the step's own tokens or replies."""
+
+    policy: str
+    version: PolicyVersion
+    """After the step."""
+    skipped: SkipReason | None
+    loss: float
+    grad_norm: float
+    """Before clipping."""
+    eligible_replies: int
+    kept_replies: int
+    eligible_tokens: int
+    """Reply tokens that count in the denominator."""
+    graded_tokens: int
+    """Reply tokens with a weight above 0."""
+    forwarded_tokens: int
+    """Token positions the learner ran forward, padding excluded."""
+    mean_ratio: float
+    """Mean importance ratio over graded tokens, before truncation."""
+    max_ratio: float
+    mean_version_lag: float
+    """Learner step minus behaviour step, mean over eligible replies."""
+    entropy: float
+    """Mean surprisal of the eligible tokens under the behaviour policy: an estimate of its entropy, nats a token."""
+    kl_to_reference: float | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeamReport:
+    """One team in one tick."""
+
+    team: str
+    replies: int
+    valid_replies: int
+    """Replies that were read as an action."""
+    settled: int
+    reward_mean: float | None
+    """None when nothing settled."""
+    reward_parts: Mapping[str, float]
+    """Mean of each weighted part over the settled turns."""
+    kept_replies: int
+    action_counts: Mapping[str, int]
+    reply_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TickReport:
+    """What one tick of a loop did: with EpisodeReport the only input of ``metrics``."""
+
+    tick: int
+    """Tick of the loop, from 1."""
+    teams: tuple[TeamReport, ...]
+    steps: tuple[StepReport, ...]
+    sampled_tokens: int
+    prompt_tokens: int
+    sampling_seconds: float
+    seconds: float
+    alarms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeReport:
+    """What an environment reports when an episode ends: one figure a name, units in the name."""
+
+    episode: int
+    ticks: int
+    figures: Mapping[str, float]
