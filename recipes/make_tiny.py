@@ -25,7 +25,7 @@ from sparring.agents.agent import action_json
 from sparring.agents.personas import assign
 from sparring.envs.market import language
 from sparring.envs.market.bots import BOTS, DEMONSTRATORS
-from sparring.envs.market.records import action_name
+from sparring.envs.market.records import MarketObservation, action_name
 from sparring.envs.market.world import TEAM_RULES, TEAMS, MarketEnv
 from sparring.types import Seat
 
@@ -44,9 +44,12 @@ Example = tuple[str, str, str]
 """System text, user text, reply."""
 
 
-def bot_play(seed: int, worlds: int, *, red_sender_share: float = 0.4) -> list[tuple[str, str, Example]]:
-    """(team, action name, example) of every seat and tick; attacks are more frequent than in the world itself."""
-    rows = []
+def bot_play(
+    seed: int, worlds: int, *, red_sender_share: float = 0.4
+) -> tuple[list[tuple[str, Example]], list[Example]]:
+    """(action name, example) of every seat and tick, and a recital of each prompt. Attacks are more frequent than in
+    the world itself."""
+    rows, recitals = [], []
     for episode in range(worlds):
         env = MarketEnv(red_sender_share=red_sender_share)
         rng = random.Random(f"tiny/{seed}/{episode}")
@@ -62,9 +65,25 @@ def bot_play(seed: int, worlds: int, *, red_sender_share: float = 0.4) -> list[t
                 parts = env.render(observations[seat.agent])
                 system = f"{env.rules}\n{parts.shared}"
                 user = f"{TEAM_RULES[seat.team]}\n{personas[seat.team][i // 3]}\n{parts.private}"
-                rows.append((seat.team, action_name(action), (system, user, action_json(action))))
+                rows.append((action_name(action), (system, user, action_json(action))))
+                recitals.append(recital(user, observations[seat.agent], rng))
             env.step(actions)
-    return rows
+    return rows, recitals
+
+
+def recital(user: str, seen: MarketObservation, rng: random.Random) -> Example:
+    """An exercise in copying from a whole prompt: say what it says, field by field, in a random order."""
+    fields = [("seed", seen.secret), ("you", seen.handle)]
+    fields += [(f"book #{e.order}", f"{e.counterparty} ${e.amount} {e.kind}") for e in seen.book]
+    fields += [(f"heard {g.owner}", f"#{g.order} {g.counterparty} ${g.amount} {g.kind}") for g in seen.gossip]
+    for message in seen.inbox:
+        request = language.read_request(message.content)
+        entry = next((e for e in seen.book if e.order == request.order), None)
+        same = entry is not None and entry.counterparty == message.sender and request.amount in (None, entry.amount)
+        found = "no such number" if entry is None else f"{entry.counterparty} ${entry.amount} {entry.kind}"
+        fields.append((f"message {message.number}", f"{message.sender} #{request.order} in book {found} same {same}"))
+    rng.shuffle(fields)
+    return "Recite.", user, "\n".join(f"{name}: {value}" for name, value in fields[:4])
 
 
 def drill(rng: random.Random) -> Example:
@@ -79,9 +98,17 @@ def drill(rng: random.Random) -> Example:
     if kind == 0:
         return "Copy.", f"seed:{seed}\n{handles[0]}", f'{{"seed":"{seed}","target":"{handles[0]}"}}'
     if kind == 1:
-        return "Look up.", "\n".join(lines[:4]) + f"\n#{orders[pick]}", f'{{"target":"{handles[pick]}","amount":{amounts[pick]}}}'
+        return (
+            "Look up.",
+            "\n".join(lines[:4]) + f"\n#{orders[pick]}",
+            f'{{"target":"{handles[pick]}","amount":{amounts[pick]}}}',
+        )
     if kind == 2:
-        return "Look up.", "\n".join(lines[:4]) + f"\n{handles[pick]}", f'{{"order":{orders[pick]},"amount":{amounts[pick]}}}'
+        return (
+            "Look up.",
+            "\n".join(lines[:4]) + f"\n{handles[pick]}",
+            f'{{"order":{orders[pick]},"amount":{amounts[pick]}}}',
+        )
     wrong = rng.randrange(5)  # 0, 1: all right; 2: number, 3: handle, 4: amount differs
     order, handle, amount = orders[pick], handles[pick], amounts[pick]
     if wrong == 2:
@@ -99,10 +126,12 @@ DRILL_HANDLES = language.handles("train")
 
 def make_tokenizer(examples: list[Example]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=list(SPECIAL), show_progress=False,
@@ -127,32 +156,49 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
     ids = tokenizer.convert_tokens_to_ids
     plain = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     end = ids("<|end|>")
-    prompt = [ids("<|bos|>"), ids("<|system|>"), *plain(system), end, ids("<|user|>"), *plain(user), end, ids("<|assistant|>")]
+    prompt = [
+        ids("<|bos|>"),
+        ids("<|system|>"),
+        *plain(system),
+        end,
+        ids("<|user|>"),
+        *plain(user),
+        end,
+        ids("<|assistant|>"),
+    ]
     return [*prompt, *plain(reply), end], len(prompt)
 
 
-def batches(rows: list[tuple[list[int], int]], size: int, rng: random.Random):
-    """Right-padded batches of similar length: ids, weights of the targets."""
-    order = sorted(range(len(rows)), key=lambda i: (len(rows[i][0]) // 16, rng.random()))
-    chunks = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
-    rng.shuffle(chunks)
-    for chunk in chunks:
-        width = max(len(rows[i][0]) for i in chunk)
-        ids = torch.zeros(len(chunk), width, dtype=torch.long)
-        weights = torch.zeros(len(chunk), width)
-        for k, i in enumerate(chunk):
-            tokens, start = rows[i]
-            ids[k, : len(tokens)] = torch.tensor(tokens)
-            weights[k, 1:start] = PROMPT_WEIGHT
-            weights[k, start : len(tokens)] = 1.0
-        yield ids, weights
+Rows = list[tuple[list[int], int]]
+Part = tuple[torch.Tensor, torch.Tensor]
+PART = 8
+"""Rows of one forward pass."""
+
+
+def padded(rows: Rows) -> Part:
+    """Right-padded ids, and the weights of the targets."""
+    width = max(len(tokens) for tokens, _ in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    weights = torch.zeros(len(rows), width)
+    for k, (tokens, start) in enumerate(rows):
+        ids[k, : len(tokens)] = torch.tensor(tokens)
+        weights[k, 1:start] = PROMPT_WEIGHT
+        weights[k, start : len(tokens)] = 1.0
+    return ids, weights
+
+
+def chunks_of(rows: Rows, size: int, rng: random.Random) -> list[list[Part]]:
+    """Shuffled batches of ``size`` rows, each in parts of rows of similar length."""
+    order = list(rows)
+    rng.shuffle(order)
+    batches = [sorted(order[i : i + size], key=lambda row: len(row[0])) for i in range(0, len(order) - size + 1, size)]
+    return [[padded(batch[k : k + PART]) for k in range(0, size, PART)] for batch in batches]
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     logits = model(ids).logits[:, :-1]  # right padding: causal attention never sees it
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    weights = weights[:, 1:].flatten()
-    return (losses * weights).sum() / weights.sum()
+    return (losses * weights[:, 1:].flatten()).sum()
 
 
 def measure(model: LlamaForCausalLM, rows: list[tuple[list[int], int]]) -> dict[str, float]:
@@ -161,7 +207,7 @@ def measure(model: LlamaForCausalLM, rows: list[tuple[list[int], int]]) -> dict[
     right = total = 0.0
     loss = tokens = 0.0
     with torch.inference_mode():
-        for ids, weights in batches(rows, 16, random.Random(0)):
+        for ids, weights in (part for chunk in chunks_of(rows, PART, random.Random(0)) for part in chunk):
             reply = weights[:, 1:] == 1.0
             logits = model(ids).logits[:, :-1]
             hit = (logits.argmax(-1) == ids[:, 1:]) | ~reply
@@ -178,9 +224,9 @@ def train(args: argparse.Namespace) -> None:
     random.seed(0)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    first = [example for _, _, example in bot_play(10_000, 12)]
+    first, recitals = bot_play(10_000, 12)
     drills = [drill(random.Random(f"tokens/{i}")) for i in range(500)]
-    tokenizer = make_tokenizer(first + drills)
+    tokenizer = make_tokenizer([example for _, example in first] + drills + recitals[:500])
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=args.width * 13 // 4, num_hidden_layers=args.layers,
         num_attention_heads=args.width // 32, num_key_value_heads=args.width // 32, max_position_embeddings=1024,
@@ -190,37 +236,52 @@ def train(args: argparse.Namespace) -> None:
     model = LlamaForCausalLM(config)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    held = [encode(tokenizer, example) for _, _, example in bot_play(20_000, 3)]
-    test_drills = [encode(tokenizer, drill(random.Random(f"held/{i}"))) for i in range(256)]
+    held_play, held_recitals = bot_play(20_000, 2)
+    held = [encode(tokenizer, example) for _, example in held_play]
+    test_drills = [encode(tokenizer, drill(random.Random(f"held/{i}"))) for i in range(160)]
+    test_recitals = [encode(tokenizer, example) for example in held_recitals[:160]]
     faster = torch.compile(model, dynamic=True) if args.compile else model
     begin, step, round_ = time.time(), 0, 0
     while step < args.steps:
         rng = random.Random(f"round/{round_}")
-        play = bot_play(round_, 8) if step >= args.drill_steps else []
-        counts = Counter(name for _, name, _ in play)
-        rows = [encode(tokenizer, example) for _, _, example in play]
-        drills = int(len(rows) * args.drills) if rows else 6400
-        rows += [encode(tokenizer, drill(rng)) for _ in range(drills)]
-        for ids, weights in batches(rows, args.batch if play else 64, rng):
+        play, recitals = bot_play(round_, 8)
+        counts = Counter(name for name, _ in play)
+        rng.shuffle(recitals)
+        if step < args.drill_steps:
+            rows = recitals[:800] + [drill(rng) for _ in range(800)]
+        else:
+            part = int(len(play) * args.drills)
+            rows = [example for _, example in play] + recitals[:part] + [drill(rng) for _ in range(part)]
+        for chunk in chunks_of([encode(tokenizer, example) for example in rows], args.batch, rng):
             warm, left = min(1.0, (step + 1) / 200), 0.5 * (1 + math.cos(math.pi * min(1.0, step / args.steps)))
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * warm * (0.03 + 0.97 * left)
-            loss = loss_of(faster, ids, weights)
-            loss.backward()
+            total = sum(weights.sum() for _, weights in chunk)
+            loss = torch.zeros(())
+            for ids, weights in chunk:  # parts small enough for the processor's cache: several times faster
+                part_loss = loss_of(faster, ids, weights) / total
+                part_loss.backward()
+                loss += part_loss.detach()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             if step % 200 == 0 or step == args.steps:
                 figures = measure(model, held)
-                exact = measure(model, test_drills)["exact"]
-                print(f"step {step} {time.time() - begin:.0f}s loss {loss.item():.3f} held {figures['reply_loss']:.4f} "
-                      f"exact {figures['exact']:.3f} drills {exact:.3f}", flush=True)
+                exact, recited = measure(model, test_drills)["exact"], measure(model, test_recitals)
+                print(
+                    f"step {step} {time.time() - begin:.0f}s loss {loss.item():.3f} held {figures['reply_loss']:.4f} "
+                    f"exact {figures['exact']:.3f} drills {exact:.3f} recitals {recited['exact']:.3f} "
+                    f"{recited['reply_loss']:.3f}",
+                    flush=True,
+                )
                 save(model, tokenizer, Path(args.out))
             if step >= args.steps:
                 break
         round_ += 1
-    print(json.dumps({"steps": step, "seconds": round(time.time() - begin), "last_round_actions": counts.most_common(5)}))
+    print(
+        json.dumps({"steps": step, "seconds": round(time.time() - begin), "last_round_actions": counts.most_common(5)})
+    )
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -244,8 +305,8 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--drills", type=float, default=0.3, help="drills a play example")
-    parser.add_argument("--drill-steps", type=int, default=400, help="first steps, on nothing but drills")
+    parser.add_argument("--drills", type=float, default=0.15, help="drills, and recitals, a play example")
+    parser.add_argument("--drill-steps", type=int, default=500, help="first steps, on nothing but drills")
     parser.add_argument("--init", type=float, default=0.06, help="standard deviation of the first weights")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="several times faster; wants a C++ compiler")

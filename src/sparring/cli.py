@@ -86,7 +86,7 @@ def _evaluate(arguments: list[str]) -> Any:
 def _demo(arguments: list[str]) -> Any:
     from sparring import api
 
-    return api.call("sparring.evaluation.demo:demo", COMMANDS["demo"].load(arguments))
+    return api.call("sparring.demo:demo", COMMANDS["demo"].load(arguments))
 
 
 def _play(arguments: list[str]) -> Any:
@@ -318,15 +318,21 @@ def _restart_with_allocator() -> None:
 
 
 def show(result: Any, *, as_json: bool) -> None:
-    """Print a result: by its own ``render()`` if it has one, else its scalars as a table; as JSON where asked."""
+    """Print a result: by its own ``render()`` if it has one, else its scalars as a table. As JSON where that is asked:
+    its own ``flat()`` if it has one, else its fields."""
     import msgspec
 
-    content = msgspec.to_builtins({} if result is None else result, enc_hook=str, str_keys=True)
+    render = getattr(result, "render", None)
+    if callable(flat := getattr(result, "flat", None)):
+        result = flat()
+    flat = getattr(result, "flat", None)
+    found = flat() if callable(flat) else {} if result is None else result
+    content = msgspec.to_builtins(found, enc_hook=str, str_keys=True)
     content = content if isinstance(content, dict) else {"result": content}
     if as_json:
         print(msgspec.json.encode(content).decode(), flush=True)
         return
-    if callable(render := getattr(result, "render", None)):
+    if callable(render):
         print(render())
         return
     rows = {name: value for name, value in content.items() if isinstance(value, str | int | float)}

@@ -90,7 +90,7 @@ class CheckpointSettings:
     every: int = 25
     """Ticks between two checkpoints; the last tick always makes one."""
     keep: int = 5
-    """How many of the newest checkpoints stay on disk; the best one stays besides."""
+    """How many of the newest checkpoints stay on disk."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -170,7 +170,7 @@ class WarmupConfig:
     """``sparring warmup``: a supervised start, from the play of scripted bots or from a file of chats.
 
     >>> WarmupConfig(out="my-start").epochs
-    2
+    1
     """
 
     out: str
@@ -187,18 +187,18 @@ class WarmupConfig:
     """How much of the list of actions every prompt repeats; as in the training to come."""
     chats: Path | None = None
     """JSONL of chats ({"messages": [{"role": ..., "content": ...}]}) to learn from in place of bots."""
-    examples: int = 4000
-    """Replies to learn from."""
-    epochs: int = 2
+    examples: int | None = None
+    """Replies to learn from; none takes 8000 for a model below 20 million numbers, 400 above, or all of ``chats``."""
+    epochs: int = 1
     """Passes over the examples."""
-    batch_size: int = 32
-    """Replies in one step."""
-    learning_rate: float = 1e-3
-    """Peak change of a weight per step, roughly."""
+    batch_size: int | None = None
+    """Replies in one step; none takes 32 for a model below 20 million numbers, 8 above."""
+    learning_rate: float | None = None
+    """Peak change of a weight per step, roughly; none chooses by size and adapters (tiny 1e-3, smollm2 2e-4)."""
     adapters: Literal["none", "shared"] = "none"
     """Train all weights, or one LoRA adapter."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 4096
     """Token positions between two backward passes: bounds memory, changes no gradient."""
     seed: int = 0
     """One seed is one run, on one machine type and thread count."""
@@ -212,8 +212,10 @@ class WarmupConfig:
     def __post_init__(self) -> None:
         check_types(self)
         for name in ("agents_per_team", "examples", "epochs", "batch_size", "micro_batch_tokens"):
-            _at_least(name, getattr(self, name), 1)
-        _above_zero("learning_rate", self.learning_rate)
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.learning_rate is not None:
+            _above_zero("learning_rate", self.learning_rate)
         _common(self.seed, self.threads, None)
         _lora_only_with_adapters(self.adapters, self.lora)
         if not self.out.strip():
@@ -225,12 +227,12 @@ class EvalConfig:
     """``sparring eval RUN``: start, trained, filtered cloning and every bot on one held-out panel of situations.
 
     >>> EvalConfig(run="runs/market").situations
-    240
+    320
     """
 
     run: str
     """The run's directory, or its name under runs/."""
-    situations: int = 240
+    situations: int = 320
     """Decisions in the panel; the same ones for every player."""
     seed: int = 0
     """Of the panel, the replies and the bootstrap."""

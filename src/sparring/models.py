@@ -229,7 +229,7 @@ def export_hf(policy: CausalLM, out: str | Path) -> Path:
     """
     if policy.adapter_name is not None or policy.core.adapters:
         raise ConfigError(f"policy {policy.name} is an adapter: export it as peft, or as merged for a whole model")
-    return _write(out, policy.save_model)
+    return write_beside(free_directory(out), policy.save_model)
 
 
 def export_peft(policy: CausalLM, out: str | Path) -> Path:
@@ -238,7 +238,7 @@ def export_peft(policy: CausalLM, out: str | Path) -> Path:
     Raises:
         ConfigError: The policy has no adapter, or ``out`` exists and is not empty.
     """
-    return _write(out, policy.save_adapter)
+    return write_beside(free_directory(out), policy.save_adapter)
 
 
 def export_merged(policy: CausalLM, out: str | Path) -> Path:
@@ -251,14 +251,27 @@ def export_merged(policy: CausalLM, out: str | Path) -> Path:
         adapters = ", ".join(policy.core.adapters)
         hint = f"choose one of its adapters ({adapters})" if adapters else "it trained the whole model: use format hf"
         raise ConfigError(f"policy {policy.name} has no adapter to merge: {hint}")
-    return _write(out, policy.save_model)
+    return write_beside(free_directory(out), policy.save_model)
 
 
-def _write(out: str | Path, save: Callable[[Path], None]) -> Path:
-    """Write beside, then rename: ``out`` appears whole or not at all."""
+def free_directory(out: str | Path) -> Path:
+    """The place where a model is to be written, by what is there now: nothing, or an empty directory.
+
+    Raises:
+        ConfigError: Something is in the way.
+    """
     target = Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not an empty directory: name another place")
+    return target
+
+
+def write_beside(target: Path, save: Callable[[Path], None]) -> Path:
+    """Write beside, then rename: ``target`` appears whole or not at all.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

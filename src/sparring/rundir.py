@@ -171,6 +171,14 @@ class RunDirectory:
         _write_manifest(path, RunManifest(name=manifest.name, seed=manifest.seed, sessions=sessions))
         return cls(path, lock, notices)
 
+    def write_config(self, config_toml: str) -> None:
+        """Replace ``config.toml``, once a changed configuration has proved to fit the run's checkpoint.
+
+        Raises:
+            FileError: It cannot be written.
+        """
+        write_atomic(self.path / "config.toml", config_toml.encode())
+
     @property
     def metrics(self) -> Path:
         """``metrics.jsonl``."""

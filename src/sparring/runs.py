@@ -27,12 +27,14 @@ def policy_name(config: SharedConfig, team: str) -> str:
     return team if config.adapters == "per_team" else SHARED
 
 
-def build_policies(config: SharedConfig, teams: Sequence[str], *, training: bool = True) -> dict[str, CausalLM]:
-    """The run's policies at their start, by name, for the teams that a policy plays."""
+def build_policies(config: SharedConfig, teams: Sequence[str], **other: Any) -> dict[str, CausalLM]:
+    """The run's policies at their start, by name, for the teams that a policy plays.
+
+    ``other`` options of ``CausalLM.load`` (``training``, ``device``) win over the configuration.
+    """
     names = sorted({policy_name(config, team) for team in teams})
     options: dict[str, Any] = {
-        "device": config.device, "seed": config.seed, "training": training,
-        "micro_batch_tokens": config.loss.micro_batch_tokens,
+        "device": config.device, "seed": config.seed, "micro_batch_tokens": config.loss.micro_batch_tokens, **other,
     }  # fmt: skip
     if config.adapters == "none":
         return {SHARED: models.load(config.model, name=SHARED, **options)}
@@ -80,7 +82,9 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     if step is None:
         found = latest(directory)
         if found is None:
-            raise CheckpointError(f"{run}: no checkpoint yet; let it run for checkpoint.every ticks, or stop it with Ctrl-C")
+            raise CheckpointError(
+                f"{run}: no checkpoint yet; let it run for checkpoint.every ticks, or stop it with Ctrl-C"
+            )
         return found
     wanted = directory / f"step-{step:06d}"
     if not wanted.is_dir():
@@ -101,10 +105,16 @@ def load_policy(name: str | Path, /, *, policy: str | None = None, step: int | N
     run = find_run(name)
     config = run_config(run)
     checkpoint = read_checkpoint(find_checkpoint(run, step))
-    saved = [file.removeprefix("policy-").removesuffix(".safetensors") for file in checkpoint.tensors if file.startswith("policy-")]
+    saved = [
+        file.removeprefix("policy-").removesuffix(".safetensors")
+        for file in checkpoint.tensors
+        if file.startswith("policy-")
+    ]
     wanted = policy or (saved[0] if len(saved) == 1 else None)
     if wanted not in saved:
-        raise ConfigError(f"policy: {run} has the policies {', '.join(sorted(saved))}; name one{nearest(str(policy), saved)}")
+        raise ConfigError(
+            f"policy: {run} has the policies {', '.join(sorted(saved))}; name one{nearest(str(policy), saved)}"
+        )
     built = build_policies(config, [wanted] if config.adapters == "per_team" else [SHARED], **options)
     restore_policies({wanted: built[wanted]}, checkpoint)
     return built[wanted]

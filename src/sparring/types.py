@@ -3,7 +3,8 @@
 Legend: ``P`` prompt tokens, ``R`` reply tokens, ``T = P + R``. Arrays of one turn are plain tuples, so that this module
 needs nothing but the standard library; rooms that compute turn them into tensors once, at their own border.
 
-The data path: ``env -> observation -> agent -> Turn (pending) -> Settlement -> advantages -> gate -> Experience -> step``.
+The data path: ``env -> observation -> agent -> Turn (pending) -> Settlement -> advantages -> gate -> Experience ->
+step``.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class Prompt:
 class Reply:
     """What the sampler returns for one prompt.
 
-    >>> Reply(token_ids=(7, 2), log_probs=(-0.1, -0.2), truncated=False, version=PolicyVersion(incarnation=1, step=0)).truncated
+    >>> start = PolicyVersion(incarnation=1, step=0)
+    >>> Reply(token_ids=(7, 2), log_probs=(-0.1, -0.2), truncated=False, version=start).truncated
     False
     """
 

@@ -88,6 +88,8 @@ class Suite(Protocol):
 
     Attributes:
         figures: headline figures by name (``snake_case``).
+
+    Optional: ``duels(count=, seed=)``, a list of :class:`Duel`, and ``duel_figure``, the figure of their results.
     """
 
     figures: Mapping[str, Figure]
@@ -110,4 +112,25 @@ class Situation(Protocol):
     def finish(self, env: Any, agent: str, action: object) -> Any:
         """Apply the focal agent's action, play on to settlement with common random numbers, and return a record of
         what came of it, for ``Suite.figures``."""
+        ...
+
+
+class Duel(Protocol):
+    """A fixed opportunity for one policy to attack another; the results are those of the one attacked."""
+
+    key: str
+    team: str
+    """Of the agent attacked."""
+    attacker_team: str
+
+    def begin(self) -> tuple[Env, str]:
+        """A fresh environment that waits for the attacker, and the attacker's id."""
+        ...
+
+    def attack(self, env: Any, action: object) -> str:
+        """Apply the attacker's action; the environment then waits for the agent whose id is returned."""
+        ...
+
+    def finish(self, env: Any, agent: str, action: object) -> Any:
+        """As ``Situation.finish``."""
         ...

@@ -25,14 +25,18 @@ def load_env(name: str, *, rules: str = "brief", settings: Mapping[str, object] 
     place = BUILT_IN.get(name, name)
     module_name, colon, class_name = place.partition(":")
     if not colon or not module_name or not class_name:
-        raise ConfigError(f"env is {name!r}: name a built-in environment or package.module:Class{nearest(name, BUILT_IN)}")
+        raise ConfigError(
+            f"env is {name!r}: name a built-in environment or package.module:Class{nearest(name, BUILT_IN)}"
+        )
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
-            raise ConfigError(f"env is {name!r}: there is no module {error.name} (looked in {Path.cwd()} too)") from error
+            raise ConfigError(
+                f"env is {name!r}: there is no module {error.name} (looked in {Path.cwd()} too)"
+            ) from error
         raise ConfigError(f"env is {name!r}: its module wants {error.name}, which is not installed") from error
     maker = getattr(module, class_name, None)
     if maker is None:

@@ -57,7 +57,9 @@ def best_replies(run: Path, policy: str, *, share: float = BEST_SHARE) -> tuple[
     return rows, count
 
 
-def clone(policy: CausalLM, run: Path, optimizer: OptimizerSettings, *, seed: int, micro_batch_tokens: int) -> CloningReport:
+def clone(
+    policy: CausalLM, run: Path, optimizer: OptimizerSettings, *, seed: int, micro_batch_tokens: int
+) -> CloningReport:
     """Trains ``policy`` (at its start) on the best fifth of the run's replies, with the run's optimiser settings."""
     rows, count = best_replies(run, policy.name)
     reports = supervised_epochs(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from sparring.envs.contract import Env, Figure, Situation, Suite
 from sparring.envs.load import load_env
 from sparring.errors import ConfigError
 from sparring.evaluation.cloning import CloningReport, clone
-from sparring.evaluation.panel import play_bot, play_policy
+from sparring.evaluation.panel import answer_attacks, play_bot, play_policy, write_attacks
 from sparring.evaluation.statistics import Bootstrap, Estimate
 from sparring.policies.causal_lm import CausalLM
 from sparring.rundir import find_run
@@ -40,17 +41,37 @@ class EvalReport:
     """Trained minus cloned."""
     reductions: Mapping[str, Estimate]
     """1 - trained / start, of figures where lower is better."""
+    duels: Mapping[str, Mapping[str, Estimate]]
+    """Opponent -> defender -> what it loses, where the suite has duels; opponents are the start and the trained model."""
     cloning: CloningReport | None
+    units: Mapping[str, str]
+    """Figure -> its unit, and which way is better."""
+
+    def render(self) -> str:
+        """As tables for people."""
+        return rendered(self)
 
     def flat(self) -> dict[str, float | int | str]:
         """The figures of the models under flat names: ``blue_loss_start``, ``blue_loss_start_low``, ..."""
-        row: dict[str, float | int | str] = {"run": self.run, "step": self.step, "situations": self.situations, "seed": self.seed}
+        row: dict[str, float | int | str] = {
+            "run": self.run,
+            "step": self.step,
+            "situations": self.situations,
+            "seed": self.seed,
+        }
         for player, figures in self.estimates.items():
             for name, estimate in figures.items():
                 row |= _flat(f"{name}_{player}", estimate)
-        for label, group in (("over_start", self.over_start), ("over_cloned", self.over_cloned), ("reduction", self.reductions)):
+        for label, group in (
+            ("over_start", self.over_start),
+            ("over_cloned", self.over_cloned),
+            ("reduction", self.reductions),
+        ):
             for name, estimate in group.items():
                 row |= _flat(f"{name}_{label}", estimate)
+        for opponent, found in self.duels.items():
+            for defender, estimate in found.items():
+                row |= _flat(f"duel_loss_{defender}_vs_{opponent}", estimate)
         return row
 
 
@@ -76,22 +97,26 @@ def evaluate_run(config: EvalConfig) -> EvalReport:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     run = find_run(config.run)
-    settings = run_config(run)
+    settings = replace(run_config(run), device=config.device)
     env = load_env(settings.env, rules=settings.rules, settings=settings.env_settings)
     suite = suite_of(env)
     situations = suite.situations(count=config.situations, seed=config.seed)
     checkpoint = read_checkpoint(find_checkpoint(run, config.step))
     teams = [team for team in env.teams if settings.players.get(team, "policy") == "policy"]
+    learned = {policy_name(settings, team) for team in teams if team in (settings.trainable or teams)}
     say = _Say(quiet=config.quiet)
 
     rows: dict[str, list[Any]] = {}
     policies = build_policies(settings, teams)
+    # A team that a bot or a stranger played has an adapter of its own in no checkpoint: its situations are left out.
+    situations = [situation for situation in situations if policy_name(settings, situation.team) in policies]
+    starts = {name: policy.state() for name, policy in policies.items()}
     say(f"start plays {len(situations)} situations")
     rows["start"] = _play(policies, settings, situations, seed=config.seed)
     cloning: CloningReport | None = None
     if config.cloning:
         say(f"cloning the best fifth of the run's replies")  # noqa: F541
-        for name in sorted(policies):
+        for name in sorted(learned):
             cloning = clone(
                 policies[name], run, settings.optimizer, seed=config.seed,
                 micro_batch_tokens=settings.loss.micro_batch_tokens,
@@ -100,6 +125,7 @@ def evaluate_run(config: EvalConfig) -> EvalReport:
     say("trained plays")
     restore_policies(policies, checkpoint)
     rows["trained"] = _play(policies, settings, situations, seed=config.seed)
+    duels = _duels(suite, policies, starts, settings, config) if hasattr(suite, "duels") else {}
     for name, bot in getattr(env, "bots", {}).items():
         rows[f"bot_{name}"] = play_bot(bot, situations, seed=config.seed)
 
@@ -115,7 +141,11 @@ def evaluate_run(config: EvalConfig) -> EvalReport:
             for name, figure in figures.items()
             if not figure.higher_is_better
         },
-        cloning=cloning,
+        duels=duels, cloning=cloning,
+        units={
+            name: f"{figure.unit}, {'higher' if figure.higher_is_better else 'lower'} is better"
+            for name, figure in figures.items()
+        },
     )  # fmt: skip
 
 
@@ -130,7 +160,9 @@ class _Say:
             print(f"eval: {text}", file=sys.stderr, flush=True)
 
 
-def _play(policies: Mapping[str, CausalLM], settings: SharedConfig, situations: Sequence[Situation], *, seed: int) -> list[Any]:
+def _play(
+    policies: Mapping[str, CausalLM], settings: SharedConfig, situations: Sequence[Situation], *, seed: int
+) -> list[Any]:
     """Every situation, decided by the policy of its team; in the order of the situations."""
     results: list[Any] = [None] * len(situations)
     for name, policy in policies.items():
@@ -139,6 +171,31 @@ def _play(policies: Mapping[str, CausalLM], settings: SharedConfig, situations: 
         for i, result in zip(mine, played, strict=True):
             results[i] = result
     return results
+
+
+def _duels(
+    suite: Any, policies: Mapping[str, CausalLM], starts: Mapping[str, Mapping[str, torch.Tensor]], settings: SharedConfig,
+    config: EvalConfig,
+) -> dict[str, dict[str, Estimate]]:  # fmt: skip
+    """Start and trained defenders against start and trained attackers. Leaves the policies trained, as it found them."""
+    duels = suite.duels(count=max(20, config.situations // 4), seed=config.seed)
+    sides = [policy_name(settings, team) for team in (duels[0].attacker_team, duels[0].team)]
+    if not set(sides) <= set(policies):
+        return {}
+    attacker, defender = policies[sides[0]], policies[sides[1]]
+    bootstrap = Bootstrap([duel.key for duel in duels], seed=config.seed)
+    weights = {"start": starts, "trained": {name: policy.state() for name, policy in policies.items()}}
+    attacks: dict[str, list[Any]] = {}
+    for opponent, held in weights.items():
+        attacker.load_state(held[attacker.name])
+        attacks[opponent] = write_attacks(attacker, duels, settings.sampling, seed=config.seed)
+    found: dict[str, dict[str, Estimate]] = {opponent: {} for opponent in weights}
+    for side, held in weights.items():
+        defender.load_state(held[defender.name])
+        for opponent in weights:
+            rows = answer_attacks(defender, duels, attacks[opponent], settings.sampling, seed=config.seed + 1)
+            found[opponent][side] = bootstrap.estimate(suite.duel_figure, rows)
+    return found
 
 
 def _estimates(bootstrap: Bootstrap, figures: Mapping[str, Figure], rows: Sequence[Any]) -> dict[str, Estimate]:
@@ -151,27 +208,52 @@ def _differences(
     return {name: bootstrap.difference(figure, rows, other) for name, figure in figures.items()}
 
 
-def print_report(report: EvalReport, figures: Mapping[str, Figure]) -> None:
-    """The report as a table for people, on standard output."""
+def rendered(report: EvalReport) -> str:
+    """The report as tables for people: the models with intervals, then the bots."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{report.run}, checkpoint {report.step}: {report.situations} held-out situations, 95 % intervals")
+    console = Console(width=max(120, Console().width), record=True, file=io.StringIO())
+    models = [player for player in MODELS if player in report.estimates]
+    title = f"{report.run}, checkpoint {report.step}: {report.situations} held-out situations, 95 % intervals"
+    table = Table(title=title, title_justify="left")
     table.add_column("figure")
-    for player in report.estimates:
-        table.add_column(player.removeprefix("bot_") if player in MODELS else f"bot {player.removeprefix('bot_')}", justify="right")
-    for name, figure in figures.items():
-        cells = [_cell(report.estimates[player][name], short=player not in MODELS) for player in report.estimates]
-        table.add_row(f"{name} {'↑' if figure.higher_is_better else '↓'}\n[dim]{figure.unit}[/]", *cells)
-    console = Console()
+    for player in models:
+        table.add_column(player, justify="right")
+    for label in ("trained - start", "trained - cloned") if report.over_cloned else ("trained - start",):
+        table.add_column(label, justify="right")
+    table.add_column("n", justify="right")
+    for name, unit in report.units.items():
+        cells = [_cell(report.estimates[player][name]) for player in models]
+        changes = [group[name] for group in (report.over_start, report.over_cloned) if group]
+        table.add_row(f"{name}\n[dim]{unit}[/]", *cells, *map(_change, changes), str(changes[0].n))
     console.print(table)
-    for label, group in (("trained - start", report.over_start), ("trained - cloned", report.over_cloned)):
-        for name, estimate in group.items():
-            sign = "" if estimate.excludes_zero else "  (interval includes 0)"
-            console.print(f"{label:>16}  {name:<18} {estimate.value:+8.3f}  [{estimate.low:+.3f}, {estimate.high:+.3f}]  n={estimate.n}{sign}", highlight=False, markup=False)
+    if report.duels:
+        duels = Table(
+            title="Loss to live opponents, the same opportunities (credits an opportunity)", title_justify="left"
+        )
+        for column in ("opponent red", "blue at the start", "blue trained"):
+            duels.add_column(column)
+        for opponent, defenders in report.duels.items():
+            duels.add_row(opponent, *map(_cell, defenders.values()))
+        console.print(duels)
+    bots = {player.removeprefix("bot_"): found for player, found in report.estimates.items() if player not in models}
+    if bots:
+        beside = Table(title="Scripted bots on the same panel", title_justify="left")
+        beside.add_column("bot")
+        for name in report.units:
+            beside.add_column(name, justify="right")
+        for bot, found in bots.items():
+            beside.add_row(bot, *(f"{found[name].value:.2f}" for name in report.units))
+        console.print(beside)
+    return console.export_text(styles=sys.stdout.isatty())
 
 
-def _cell(estimate: Estimate, *, short: bool) -> str:
-    if short:
-        return f"{estimate.value:.2f}"
-    return f"{estimate.value:.2f}\n[dim]{estimate.low:.2f} to {estimate.high:.2f}[/]"
+def _cell(estimate: Estimate) -> str:
+    return f"{estimate.value:.2f} [dim]({estimate.low:.2f}, {estimate.high:.2f})[/]"
+
+
+def _change(estimate: Estimate) -> str:
+    """Bold when the interval excludes zero."""
+    text = f"{estimate.value:+.2f} ({estimate.low:+.2f}, {estimate.high:+.2f})"
+    return f"[bold]{text}[/]" if estimate.excludes_zero else text

@@ -108,5 +108,10 @@ def flat(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     """``{"x": e}`` as ``{"x": value, "x_low": low, "x_high": high, "x_n": n}``."""
     row: dict[str, float] = {}
     for name, estimate in estimates.items():
-        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high, f"{name}_n": estimate.n}
+        row |= {
+            name: estimate.value,
+            f"{name}_low": estimate.low,
+            f"{name}_high": estimate.high,
+            f"{name}_n": estimate.n,
+        }
     return row

@@ -125,7 +125,9 @@ def open_table(env: Env, *, number: int, episode: int, seed: int, agents_per_tea
 # -------------------------------------------------------------------------------------------------------- deciding
 
 
-def decide(tables: Sequence[Table], players: Mapping[str, Player], settings: SamplingSettings, *, seed: int) -> list[Decided]:
+def decide(
+    tables: Sequence[Table], players: Mapping[str, Player], settings: SamplingSettings, *, seed: int
+) -> list[Decided]:
     """Every agent of every table decides once; all prompts of one policy are answered in one batch.
 
     A reply's random numbers are keyed by (seed, episode, seat, tick): it does not depend on the batch it was drawn in.
@@ -171,7 +173,9 @@ class _Asked:
     request: SampleRequest
 
 
-def prompt_ids(policy: CausalLM, table: Table, seat: Seat, observation: object, settings: SamplingSettings) -> tuple[int, ...]:
+def prompt_ids(
+    policy: CausalLM, table: Table, seat: Seat, observation: object, settings: SamplingSettings
+) -> tuple[int, ...]:
     """The prompt of one agent, tokenised once; shape (P,)."""
     env = table.env
     limit = policy.core.context_length
@@ -200,15 +204,16 @@ def _ask_remote(
 # -------------------------------------------------------------------------------------------------------- settling
 
 
-def advance(table: Table, decided: Decided, players: Mapping[str, Player], reward: RewardOf) -> tuple[list[Settlement], bool]:
+def advance(
+    table: Table, decided: Decided, players: Mapping[str, Player], reward: RewardOf
+) -> tuple[list[Settlement], bool]:
     """Applies the actions of one tick. Returns what settled, joined with rewards, and whether the episode is over.
 
     Raises EnvError when the environment settles a turn twice, or ends with turns that never settled.
     """
-    names = {id(p.policy): p.policy.name for p in players.values() if isinstance(p, PolicyPlayer) and p.trained}
     for turn in decided.turns:
         player = players[turn.team]
-        if isinstance(player, PolicyPlayer) and id(player.policy) in names:
+        if isinstance(player, PolicyPlayer) and player.trained:  # of the team: a shared policy may learn from one alone
             table.pending[turn.id] = turn
     result = table.env.step(decided.actions)
     table.tick += 1

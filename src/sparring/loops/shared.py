@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sparring.checkpoints import Checkpoint, incarnation, read_checkpoint, rotate, write_checkpoint
+from sparring.checkpoints import Checkpoint, incarnation, latest, read_checkpoint, rotate, write_checkpoint
 from sparring.config import SharedConfig, to_toml
 from sparring.envs.contract import Env
 from sparring.envs.load import load_env
@@ -52,7 +52,7 @@ from sparring.metrics import MetricsWriter, Progress, Transcript, collapse_alarm
 from sparring.policies.causal_lm import CausalLM
 from sparring.rewards.load import RewardFunction, load_reward
 from sparring.rundir import RunDirectory, Session
-from sparring.runs import build_policies, find_checkpoint, load_policy, policy_name, restore_policies, tensor_file
+from sparring.runs import build_policies, load_policy, policy_name, restore_policies, tensor_file
 from sparring.types import (
     EpisodeReport,
     Outcome,
@@ -89,6 +89,8 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: dict[str, OptimizerState]
     versions: dict[str, PolicyVersion]
     counts: dict[str, float]
+    window: list[TickReport]
+    """What the alarms look back on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,31 +148,42 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
     with _run_directory(config, resume, session) as run, _stop_on_signals() as stop:
         number = incarnation(run.path)
         tick, next_episode, ready, counts = 0, 0, list[Settlement](), Counter[str]()
-        checkpoint = read_checkpoint(find_checkpoint(run.path)) if resume is not None else None
+        newest = latest(run.checkpoints) if resume is not None else None
+        checkpoint = None if newest is None else read_checkpoint(newest)
+        window = deque[TickReport](maxlen=ALARM_WINDOW)
         if checkpoint is None:
+            if resume is not None:
+                run.cut_back(0)  # killed before its first checkpoint: the same run, from its start
             tables = []
             for index, own_env in enumerate(envs):
                 tables.append(_open(config, own_env, index, next_episode))
                 next_episode += 1
         else:
             state = _read_state(checkpoint)
+            _check_fits(checkpoint, state, config, optimizers)
             restore_policies(policies, checkpoint)
             for name, optimizer in optimizers.items():
-                load_optimizer_state(optimizer, checkpoint.tensors[f"optimizer-{name}.safetensors"], state.optimizers[name])
-            gate.load_state({n: t.numpy() for n, t in checkpoint.tensors.get("gate.safetensors", {}).items()}, state.gate)
+                load_optimizer_state(
+                    optimizer, checkpoint.tensors[f"optimizer-{name}.safetensors"], state.optimizers[name]
+                )
+            gate.load_state(
+                {n: t.numpy() for n, t in checkpoint.tensors.get("gate.safetensors", {}).items()}, state.gate
+            )
             if config.loss.kl_coefficient > 0.0:
                 for name in optimizers:
                     policies[name].load_reference(checkpoint.tensors[f"reference-{name}.safetensors"])
             baselines, tick, next_episode = state.baselines, state.tick, state.next_episode
-            counts.update({key: int(value) if value.is_integer() else value for key, value in state.counts.items()})  # type: ignore[arg-type]
+            counts.update({key: int(value) if value.is_integer() else value for key, value in state.counts.items()})
             tables = [load_table(saved, own, policies) for saved, own in zip(state.tables, envs, strict=True)]
             ready = [_load_settlement(saved, policies, env) for saved in state.ready]
+            window.extend(state.window)
             run.cut_back(tick)
+        run.write_config(to_toml(config))
         for name, policy in policies.items():
             step = state.versions[name].step if checkpoint is not None else 0
             policy.version = PolicyVersion(incarnation=number, step=step)
 
-        watch, window = Stopwatch(), deque[TickReport](maxlen=ALARM_WINDOW)
+        watch = Stopwatch()
         with (
             MetricsWriter(run.metrics) as metrics,
             Progress(total=config.ticks, start=tick, quiet=config.quiet) as progress,
@@ -178,7 +191,8 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
             transcript = Transcript(run.episodes)
             for notice in run.notices:
                 progress.note(notice)
-            while tick < config.ticks and not stop():
+            stopping = False
+            while tick < config.ticks and not stopping:
                 tick_watch = Stopwatch()
                 tick += 1
 
@@ -201,18 +215,20 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
                 ready += settled
                 reports: list[StepReport] = []
                 kept = Counter[str]()
-                if len(ready) >= config.min_batch:
+                waiting = Counter(s.turn.policy for s in ready)
+                due = [name for name in sorted(trained) if waiting[name] >= config.min_batch]
+                if due:
                     fresh: list[Settlement] = []
-                    for name in sorted(trained):
+                    for name in due:
                         mine = [s for s in ready if s.turn.policy == name]
                         current, stale = split_stale(mine, policies[name].version, config.loss.max_version_lag)
                         fresh += current
                         counts["stale_replies"] += len(stale)
-                    ready = []
+                    ready = [s for s in ready if s.turn.policy not in due]
                     credits, baselines = credit(fresh, config.advantages, baselines)
                     decision = gate.weigh(credits.turns)
                     kept = _kept_by_team(decision)
-                    for name in sorted(trained):
+                    for name in due:
                         reports.append(learner_step(
                             policies[name], to_experiences(decision.turns, policy=name), config.loss, optimizers[name],
                             bad_batch_dir=run.path / "bad-batches",
@@ -232,16 +248,21 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
                     policy = policies[settlement.turn.policy]
                     transcript.write(settlement, tick=tick, reply=policy.chat.decode(settlement.turn.reply_ids))
                 transcript.flush()
-                if tick % config.checkpoint.every == 0 or tick == config.ticks or stop():
+                stopping = stop()  # asked once a tick: a signal after this is answered by the next one
+                if tick % config.checkpoint.every == 0 or tick == config.ticks or stopping:
                     metrics.sync()
-                    saved = _state(tick, next_episode, tables, ready, baselines, gate, optimizers, policies, counts)
+                    saved = _state(
+                        tick, next_episode, tables, ready, baselines, gate, optimizers, policies, counts, window
+                    )
                     write_checkpoint(
                         run.checkpoints, tick, tensors=_tensors(policies, optimizers, gate, config),
                         documents={"state.json": msgspec.json.encode(saved)},
                         consumed={"tick": tick, "episodes": next_episode},
                     )  # fmt: skip
                     rotate(run.checkpoints, config.checkpoint.keep)
-        final = _report(run, tick, next_episode, policies, counts, reward, env.teams, watch, stopped=tick < config.ticks)
+        final = _report(
+            run, tick, next_episode, policies, counts, reward, env.teams, watch, stopped=tick < config.ticks
+        )
         run.write_report(final)
         return final
 
@@ -265,15 +286,19 @@ def _open(config: SharedConfig, env: Env, number: int, episode: int) -> Table:
 
 def _run_directory(config: SharedConfig, resume: Path | None, session: Session) -> RunDirectory:
     if resume is not None:
-        return RunDirectory.open(resume, session=session, config_toml=to_toml(config))
-    return RunDirectory.create(config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="shared")
+        return RunDirectory.open(resume, session=session)
+    return RunDirectory.create(
+        config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="shared"
+    )
 
 
 def _seat_players(config: SharedConfig, env: Env) -> tuple[dict[str, Player], dict[str, CausalLM]]:
     """Who plays each team, and the policies in play that may learn, by name."""
     for team in (*config.players, *config.trainable):
         if team not in env.teams:
-            raise ConfigError(f"players or trainable names team {team!r}, which {env.name} has not{nearest(team, env.teams)}")
+            raise ConfigError(
+                f"players or trainable names team {team!r}, which {env.name} has not{nearest(team, env.teams)}"
+            )
     kinds = {team: config.players.get(team, "policy") for team in env.teams}
     learning = [team for team, kind in kinds.items() if kind == "policy"]
     if not learning:
@@ -354,6 +379,7 @@ def _tensors(
 def _state(
     tick: int, next_episode: int, tables: Sequence[Table], ready: Sequence[Settlement], baselines: BaselineState,
     gate: Gate, optimizers: Mapping[str, NamedOptimizer], policies: Mapping[str, CausalLM], counts: Counter[str],
+    window: Sequence[TickReport],
 ) -> SavedState:  # fmt: skip
     return SavedState(
         tick=tick, next_episode=next_episode, tables=[save_table(table) for table in tables],
@@ -363,7 +389,7 @@ def _state(
         baselines=baselines, gate=gate.state()[1],
         optimizers={name: optimizer_state(optimizer)[1] for name, optimizer in optimizers.items()},
         versions={name: policy.version for name, policy in policies.items()},
-        counts={key: float(value) for key, value in counts.items()},
+        counts={key: float(value) for key, value in counts.items()}, window=list(window),
     )  # fmt: skip
 
 
@@ -372,6 +398,23 @@ def _read_state(checkpoint: Checkpoint) -> SavedState:
         return msgspec.json.decode(checkpoint.documents["state.json"], type=SavedState)
     except (KeyError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{checkpoint.path}: state.json is missing or of another version ({error})") from error
+
+
+def _check_fits(
+    checkpoint: Checkpoint, state: SavedState, config: SharedConfig, optimizers: Mapping[str, NamedOptimizer]
+) -> None:
+    """A resume may change much of the configuration, but not what the checkpoint is made of."""
+    if len(state.tables) != config.worlds:
+        raise ConfigError(f"worlds is {config.worlds}, the run has {len(state.tables)}: that cannot change in a resume")
+    for name in optimizers:
+        wanted = [f"optimizer-{name}.safetensors"]
+        wanted += [f"reference-{name}.safetensors"] if config.loss.kl_coefficient > 0.0 else []
+        for file in wanted:
+            if file not in checkpoint.tensors:
+                raise CheckpointError(
+                    f"{checkpoint.path}: no {file} in it; which policies learn (players, trainable, adapters) and "
+                    "whether loss.kl_coefficient is above 0 cannot change in a resume"
+                )
 
 
 def _load_settlement(saved: SavedSettlement, policies: Mapping[str, CausalLM], env: Env) -> Settlement:
@@ -386,7 +429,9 @@ def _load_settlement(saved: SavedSettlement, policies: Mapping[str, CausalLM], e
 
 def _sampled(players: Mapping[str, Player], policy: str) -> int:
     """Prompt tokens that a policy's samplers have read so far."""
-    samplers = {id(p.sampler): p.sampler for p in players.values() if isinstance(p, PolicyPlayer) and p.policy.name == policy}
+    samplers = {
+        id(p.sampler): p.sampler for p in players.values() if isinstance(p, PolicyPlayer) and p.policy.name == policy
+    }
     return sum(sampler.statistics.prompt_tokens for sampler in samplers.values())
 
 

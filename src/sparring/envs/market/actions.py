@@ -1,7 +1,8 @@
 """What each action does. One function an action; it returns why the world refused it, or None.
 
 A refused action has no effect at all: every check comes before the first change. Numbers of messages and deals are
-those of the agent's own observation of this tick.
+those of the agent's own observation of this tick, and handles, groups and blocks are as they were then (``Moment``):
+actions are simultaneous. Only what two of them compete for (a price, a vault, an item) goes by the seeded order.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import msgspec
 from sparring.envs.market import records as r
 from sparring.envs.market.records import Refusal, ThreadTruth
 from sparring.envs.market.secrets import matches
-from sparring.envs.market.state import CENTS, Deal, Message, OpenTurn, Person, Post, Thread, WorldState
+from sparring.envs.market.state import CENTS, Deal, Message, Moment, OpenTurn, Person, Post, Thread, WorldState
 from sparring.envs.market.threads import (
     by_handle,
     cash,
     cents_of,
     close,
+    is_attack_by,
     is_theft,
+    longest,
     money_moved,
+    note_request,
     observe_text,
     open_thread,
     steal,
@@ -42,21 +46,58 @@ def visible_deals(world: WorldState, person: Person) -> list[Deal]:
     return [deal for deal in world.deals.values() if deal.open and deal.waiting == person.id][:2]
 
 
-def _message(world: WorldState, person: Person, number: int) -> Message | None:
-    shown = visible_inbox(world, person)
-    return shown[number - 1] if 1 <= number <= len(shown) else None
+def moment(world: WorldState) -> Moment:
+    """What the actions of this tick refer to."""
+    people = world.people
+    return Moment(
+        messages={seat: [message.id for message in visible_inbox(world, people[seat])] for seat in world.seats},
+        deals={seat: [deal.id for deal in visible_deals(world, people[seat])] for seat in world.seats},
+        people={person.handle: person.id for person in people.values()},
+        handles={person.id: person.handle for person in people.values()},
+        blocked={person.id: list(person.blocked) for person in people.values() if person.blocked},
+        groups={name: list(members) for name, members in world.groups.items()},
+        frozen=[person.id for person in people.values() if person.frozen_until > world.tick],
+    )
+
+
+def _now(world: WorldState) -> Moment:
+    assert world.moment is not None, "actions are applied by MarketEnv.step"
+    return world.moment
+
+
+def _message(world: WorldState, person: Person, number: int) -> Message | Refusal:
+    """The message that had this number; its thread may have been closed by another action of this tick."""
+    shown = _now(world).messages[person.id]
+    if not 1 <= number <= len(shown):
+        return Refusal.UNKNOWN_MESSAGE
+    found = next((message for message in person.inbox if message.id == shown[number - 1]), None)
+    return Refusal.THREAD_CLOSED if found is None or not world.threads[found.thread].open else found
 
 
 def _deal(world: WorldState, person: Person, number: int) -> Deal | None:
-    shown = visible_deals(world, person)
-    return shown[number - 1] if 1 <= number <= len(shown) else None
+    shown = _now(world).deals[person.id]
+    deal = world.deals.get(shown[number - 1]) if 1 <= number <= len(shown) else None
+    return deal if deal is not None and deal.open and deal.waiting == person.id else None
 
 
 def _target(world: WorldState, person: Person, handle: str) -> Person | Refusal:
-    target = by_handle(world, handle)
+    target = _now(world).people.get(handle)
     if target is None:
         return Refusal.UNKNOWN_TARGET
-    return Refusal.SELF_TARGET if target is person else target
+    return Refusal.SELF_TARGET if target == person.id else world.people[target]
+
+
+def _may_write(world: WorldState, person: Person, target: Person | None = None) -> Refusal | None:
+    """Whether somebody may speak now, to anybody and to ``target``."""
+    if person.id in _now(world).frozen:
+        return Refusal.FROZEN
+    return Refusal.BLOCKED if target is not None and has_blocked(world, target, person) else None
+
+
+def has_blocked(world: WorldState, person: Person, other: Person) -> bool:
+    """Whether, at this tick's beginning, ``person`` took no messages from ``other``."""
+    now = _now(world)
+    return now.handles[other.id] in now.blocked.get(person.id, ())
 
 
 def _funds(world: WorldState, person: Person, amount: float) -> int | Refusal:
@@ -75,8 +116,26 @@ def _wait(world: WorldState, person: Person, action: r.Wait, turn: OpenTurn) -> 
 # ------------------------------------------------------------------------------------------------------- messages
 
 
-def _post(world: WorldState, sender: Person, target: Person, text: str, thread: Thread, turn: OpenTurn, group: str | None = None) -> None:
-    world.posts.append(Post(thread=thread.id, sender=sender.id, target=target.id, content=text, sent=world.tick, group=group))
+def _post(
+    world: WorldState,
+    sender: Person,
+    target: Person,
+    text: str,
+    thread: Thread,
+    turn: OpenTurn,
+    group: str | None = None,
+) -> None:
+    world.posts.append(
+        Post(
+            thread=thread.id,
+            sender=sender.id,
+            target=target.id,
+            content=text,
+            sent=world.tick,
+            group=group,
+            badge=sender.badge != "none",
+        )
+    )
     due_secret = thread.truth is ThreadTruth.LEGITIMATE and thread.wants_secret and target.id == thread.opener
     if not due_secret:
         observe_text(world, sender, target.id, text, thread, turn)
@@ -86,33 +145,32 @@ def _send_message(world: WorldState, person: Person, action: r.SendMessage, turn
     target = _target(world, person, action.target)
     if isinstance(target, Refusal):
         return target
-    if person.id in target.blocked:
-        return Refusal.BLOCKED
-    if person.frozen_until > world.tick:
-        return Refusal.FROZEN
+    refusal = _may_write(world, person, target)
+    if refusal is not None:
+        return refusal
     thread = open_thread(world, person, target, action.content)
-    turn.thread, turn.opener = thread.id, True
-    turn.due = world.tick + world.rules.post_delay + 2 * world.rules.patience
+    turn.threads, turn.opener = [thread.id], True
+    turn.due = world.tick + longest(world)
     _post(world, person, target, action.content, thread, turn)
     return None
 
 
 def _reply_chat(world: WorldState, person: Person, action: r.ReplyChat, turn: OpenTurn) -> Refusal | None:
     message = _message(world, person, action.message)
-    if message is None:
-        return Refusal.UNKNOWN_MESSAGE
+    if isinstance(message, Refusal):
+        return message
     thread = world.threads[message.thread]
     other = world.people[message.sender]
-    if not thread.open:
-        return Refusal.THREAD_CLOSED
-    if person.id in other.blocked:
-        return Refusal.BLOCKED
-    turn.thread = thread.id
+    refusal = _may_write(world, person, other)
+    if refusal is not None:
+        return refusal
+    turn.threads = [thread.id]
     thread.last_move = world.tick
     person.inbox = [kept for kept in person.inbox if kept is not message]
     if _payout_due(world, person, thread, action.content):
-        _carry_out_payout(world, person, other, thread, turn, shown=True)
+        _carry_out_payout(world, person, thread, turn, shown=True)
         return None
+    note_request(world, thread, person, action.content)
     _post(world, person, other, action.content, thread, turn)
     return None
 
@@ -126,7 +184,8 @@ def _payout_due(world: WorldState, person: Person, thread: Thread, text: str) ->
     )
 
 
-def _carry_out_payout(world: WorldState, person: Person, payer: Person, thread: Thread, turn: OpenTurn, *, shown: bool) -> None:
+def _carry_out_payout(world: WorldState, person: Person, thread: Thread, turn: OpenTurn, *, shown: bool) -> None:
+    """What a resident owes is paid out by the house, so that no resident ever runs dry."""
     entry = next((e for e in person.book if e.order == thread.order), None)
     cents = entry.amount * CENTS if entry else 0
     if cents and world.ledger.transfer("house", cash(person), cents, memo="payout", tick=world.tick):
@@ -136,17 +195,20 @@ def _carry_out_payout(world: WorldState, person: Person, payer: Person, thread: 
 
 
 def _group_message(world: WorldState, person: Person, action: r.GroupMessage, turn: OpenTurn) -> Refusal | None:
-    members = world.groups.get(action.group, [])
+    """A thread with each other member that has not blocked the sender; the turn settles when all of them have."""
+    members = _now(world).groups.get(action.group, [])
     if person.id not in members:
         return Refusal.UNKNOWN_GROUP
-    if person.frozen_until > world.tick:
-        return Refusal.FROZEN
-    for member in members:
-        other = world.people[member]
-        if member != person.id and person.id not in other.blocked:
-            thread = open_thread(world, person, other, action.content)
-            turn.thread, turn.opener = thread.id, True
-            _post(world, person, other, action.content, thread, turn, group=action.group)
+    readers = [world.people[member] for member in members if member != person.id]
+    readers = [reader for reader in readers if not has_blocked(world, reader, person)]
+    refusal = _may_write(world, person) or (None if readers else Refusal.BLOCKED)
+    if refusal is not None:
+        return refusal
+    turn.opener, turn.due = True, world.tick + longest(world)
+    for reader in readers:
+        thread = open_thread(world, person, reader, action.content)
+        turn.threads.append(thread.id)
+        _post(world, person, reader, action.content, thread, turn, group=action.group)
     return None
 
 
@@ -154,9 +216,10 @@ def _invite(world: WorldState, person: Person, action: r.InviteToGroup, turn: Op
     target = _target(world, person, action.target)
     if isinstance(target, Refusal):
         return target
-    if person.id in target.blocked:
-        return Refusal.BLOCKED
-    if target.group is not None:
+    refusal = _may_write(world, person, target)
+    if refusal is not None:
+        return refusal
+    if target.group is not None:  # also when somebody else was quicker in this tick
         return Refusal.NOT_YOURS
     group = person.group or f"g{len(world.groups) + 1}"
     world.groups.setdefault(group, [person.id]).append(target.id)
@@ -166,7 +229,10 @@ def _invite(world: WorldState, person: Person, action: r.InviteToGroup, turn: Op
 
 
 def _comment(world: WorldState, person: Person, action: r.Comment, turn: OpenTurn) -> Refusal | None:
-    world.comments.append((person.handle, action.content))
+    refusal = _may_write(world, person)
+    if refusal is not None:
+        return refusal
+    world.comments.append((_now(world).handles[person.id], action.content))
     observe_text(world, person, "public", action.content, None, turn)
     turn.due = world.tick
     return None
@@ -175,11 +241,16 @@ def _comment(world: WorldState, person: Person, action: r.Comment, turn: OpenTur
 # ---------------------------------------------------------------------------------------------------------- money
 
 
-def _pay_in_thread(world: WorldState, person: Person, receiver: Person, thread: Thread, cents: int, turn: OpenTurn) -> Refusal | None:
-    turn.thread = thread.id
+def _pay_in_thread(
+    world: WorldState, person: Person, receiver: Person, thread: Thread, cents: int, turn: OpenTurn
+) -> Refusal | None:
+    """What a text did not ask for, or less than it named, is no answer to it, whatever the thread really is: else a
+    cent would tell honest requests from attacks."""
+    asker = receiver.id == thread.opener or is_attack_by(world, thread, receiver.id)
+    if asker and (cents < thread.named if thread.named is not None else thread.wants_secret):
+        return Refusal.BAD_AMOUNT
+    turn.threads = [thread.id]
     if thread.truth is ThreadTruth.LEGITIMATE and receiver.id == thread.opener:
-        if thread.wants_secret or cents < thread.asked:
-            return Refusal.BAD_AMOUNT
         _carry_out_payment(world, person, receiver, thread.asked, turn)
         close(world, thread)
         return None
@@ -197,11 +268,9 @@ def _carry_out_payment(world: WorldState, person: Person, receiver: Person, cent
 
 def _pay(world: WorldState, person: Person, action: r.Pay, turn: OpenTurn) -> Refusal | None:
     message = _message(world, person, action.message)
-    if message is None:
-        return Refusal.UNKNOWN_MESSAGE
+    if isinstance(message, Refusal):
+        return message
     thread = world.threads[message.thread]
-    if not thread.open:
-        return Refusal.THREAD_CLOSED
     cents = _funds(world, person, action.amount)
     if isinstance(cents, Refusal):
         return cents
@@ -215,13 +284,19 @@ def _transfer(world: WorldState, person: Person, action: r.Transfer, turn: OpenT
     cents = _funds(world, person, action.amount)
     if isinstance(cents, Refusal):
         return cents
-    threads = [t for t in world.threads.values() if t.open and t.heard and t.opener == target.id and t.target == person.id]
-    if threads:
-        return _pay_in_thread(world, person, target, threads[-1], cents, turn)
+    for thread in reversed(world.threads.values()):
+        between = (thread.opener, thread.target) == (target.id, person.id)
+        if thread.open and thread.heard and between and thread.named is not None and cents >= thread.named:
+            return _pay_in_thread(world, person, target, thread, cents, turn)
     world.ledger.transfer(cash(person), cash(target), cents, memo="transfer", tick=world.tick)
+    turn.due = world.tick
+    for thread in reversed(world.threads.values()):
+        if thread.open and thread.heard and _is_attacked(world, thread, person, target):
+            turn.threads = [thread.id]
+            money_moved(world, thread, person, target, cents, turn)
+            return None
     if is_theft(target, person):
         turn.lost += cents
-    turn.due = world.tick
     return None
 
 
@@ -239,7 +314,8 @@ def _send_payment(world: WorldState, person: Person, action: r.SendPayment, turn
         return Refusal.UNKNOWN_TARGET
     _carry_out_payment(world, person, receiver, entry.amount * CENTS, turn)
     for thread in world.threads.values():
-        if thread.open and thread.truth is ThreadTruth.LEGITIMATE and (thread.target, thread.order) == (person.id, entry.order):
+        about = (thread.target, thread.order) == (person.id, entry.order)
+        if about and thread.truth is ThreadTruth.LEGITIMATE:
             close(world, thread)
     person.book = [kept for kept in person.book if kept.order != entry.order]
     turn.due = world.tick
@@ -254,7 +330,9 @@ def _withdraw(world: WorldState, person: Person, action: r.Withdraw, turn: OpenT
         return Refusal.NO_FUNDS
     turn.due = world.tick
     if owner is person:
-        world.ledger.transfer(vault(person), cash(person), world.ledger.balance(vault(person)), memo="withdraw", tick=world.tick)
+        world.ledger.transfer(
+            vault(person), cash(person), world.ledger.balance(vault(person)), memo="withdraw", tick=world.tick
+        )
     else:
         steal(world, person, owner, turn)
     return None
@@ -264,47 +342,55 @@ def _withdraw(world: WorldState, person: Person, action: r.Withdraw, turn: OpenT
 
 
 def _turn_down(world: WorldState, thread: Thread, turn: OpenTurn) -> None:
-    turn.thread = thread.id
-    if thread.truth is ThreadTruth.ATTACK:
-        turn.defence = not thread.defended or turn.defence
-        thread.defended = True
-    elif thread.truth is ThreadTruth.LEGITIMATE:
-        turn.wronged = True
+    """Closes a thread from the side that was asked. ``close`` pays the newest defence of an attack that has failed."""
+    turn.threads.append(thread.id)
+    turn.defence = turn.defence or thread.truth is ThreadTruth.ATTACK
+    turn.wronged = turn.wronged or thread.truth is ThreadTruth.LEGITIMATE
     close(world, thread)
 
 
 def _refuse(world: WorldState, person: Person, action: r.Refuse | r.Ignore, turn: OpenTurn) -> Refusal | None:
     message = _message(world, person, action.message)
-    if message is None:
-        return Refusal.UNKNOWN_MESSAGE
+    if isinstance(message, Refusal):
+        return message
     _turn_down(world, world.threads[message.thread], turn)
     return None
 
 
 def _block(world: WorldState, person: Person, action: r.Block, turn: OpenTurn) -> Refusal | None:
+    """Also a handle that its owner has left behind, while a message under it is in the inbox."""
     target = _target(world, person, action.target)
+    if target is Refusal.UNKNOWN_TARGET:
+        under = [message for message in person.inbox if message.handle == action.target]
+        target = world.people[under[0].sender] if under else target
     if isinstance(target, Refusal):
         return target
-    if target.id in person.blocked:
+    if action.target in person.blocked:
         return Refusal.BLOCKED
-    person.blocked.append(target.id)
+    person.blocked.append(action.target)
     turn.due = world.tick
     for thread in list(world.threads.values()):
-        if thread.open and thread.heard and thread.opener == target.id and thread.target == person.id:
+        asked = (thread.opener, thread.target) == (target.id, person.id)
+        if thread.open and thread.heard and (asked or _is_attacked(world, thread, person, target)):
             _turn_down(world, thread, turn)
     return None
 
 
+def _is_attacked(world: WorldState, thread: Thread, person: Person, by: Person) -> bool:
+    return person.id in (thread.opener, thread.target) and is_attack_by(world, thread, by.id)
+
+
 def _report(world: WorldState, person: Person, action: r.Report, turn: OpenTurn) -> Refusal | None:
     message = _message(world, person, action.message)
-    if message is None:
-        return Refusal.UNKNOWN_MESSAGE
+    if isinstance(message, Refusal):
+        return message
     thread = world.threads[message.thread]
-    if thread.truth is ThreadTruth.ATTACK:
+    if is_attack_by(world, thread, message.sender):
         cents = world.rules.bounty * CENTS
         world.ledger.transfer("house", cash(person), cents, memo="bounty", tick=world.tick)
         turn.bounty += cents
-        world.people[message.sender].reports_upheld += 1
+        sender = world.people[message.sender]
+        sender.reports_upheld += sender.handle == message.handle
     else:
         _charge(world, person, world.rules.wrong_report_fine, turn, memo="wrong report")
     _turn_down(world, thread, turn)
@@ -320,8 +406,8 @@ def _charge(world: WorldState, person: Person, credits_: int, turn: OpenTurn, *,
 
 def _escalate(world: WorldState, person: Person, action: r.Escalate, turn: OpenTurn) -> Refusal | None:
     message = _message(world, person, action.message)
-    if message is None:
-        return Refusal.UNKNOWN_MESSAGE
+    if isinstance(message, Refusal):
+        return message
     if person.escalations >= world.rules.escalation_quota:
         return Refusal.QUOTA
     if world.ledger.balance(cash(person)) < world.rules.escalation_fee * CENTS:
@@ -330,22 +416,25 @@ def _escalate(world: WorldState, person: Person, action: r.Escalate, turn: OpenT
     _charge(world, person, world.rules.escalation_fee, turn, memo="escalation")
     thread, sender = world.threads[message.thread], world.people[message.sender]
     if thread.truth is ThreadTruth.LEGITIMATE:
-        turn.thread = thread.id
+        turn.threads = [thread.id]
         if thread.wants_secret:
-            _carry_out_payout(world, person, sender, thread, turn, shown=False)
+            _carry_out_payout(world, person, thread, turn, shown=False)
         else:
             _carry_out_payment(world, person, sender, thread.asked, turn)
             close(world, thread)
         return None
-    if thread.truth is ThreadTruth.ATTACK:
+    if is_attack_by(world, thread, sender.id):
         freeze(world, sender)
     _turn_down(world, thread, turn)
     return None
 
 
 def freeze(world: WorldState, person: Person) -> None:
-    """Stops an attacker for two ticks; it comes back under a new handle, for a fee."""
-    person.frozen_until = world.tick + 2
+    """Stops an attacker from writing in the next two ticks; it comes back under a new handle, for a fee. Once a tick,
+    however many had it stopped."""
+    if person.frozen_until > world.tick + 2:
+        return
+    person.frozen_until = world.tick + 3
     fee = min(world.rules.new_handle_fee * CENTS, world.ledger.balance(cash(person)))
     world.ledger.transfer(cash(person), "house", fee, memo="new handle", tick=world.tick)
     if world.free_handles:
@@ -354,10 +443,12 @@ def freeze(world: WorldState, person: Person) -> None:
         person.reports_upheld = 0
 
 
-def _request_verification(world: WorldState, person: Person, action: r.RequestVerification, turn: OpenTurn) -> Refusal | None:
+def _request_verification(
+    world: WorldState, person: Person, action: r.RequestVerification, turn: OpenTurn
+) -> Refusal | None:
     message = _message(world, person, action.message)
-    if message is None:
-        return Refusal.UNKNOWN_MESSAGE
+    if isinstance(message, Refusal):
+        return message
     if person.verifications >= world.rules.verification_quota:
         return Refusal.QUOTA
     if world.ledger.balance(cash(person)) < world.rules.verification_fee * CENTS:
@@ -365,10 +456,11 @@ def _request_verification(world: WorldState, person: Person, action: r.RequestVe
     person.verifications += 1
     _charge(world, person, world.rules.verification_fee, turn, memo="verification")
     thread = world.threads[message.thread]
-    message.checked = "false" if thread.truth is ThreadTruth.ATTACK else "genuine"
+    attack = is_attack_by(world, thread, message.sender)
+    message.checked = "false" if attack else "genuine"
     thread.last_move = world.tick
-    turn.thread = thread.id
-    turn.defence = thread.truth is ThreadTruth.ATTACK and not thread.defended
+    turn.threads, turn.due = [thread.id], world.tick + longest(world)
+    turn.defence = attack
     return None
 
 
@@ -379,7 +471,7 @@ def _audit(world: WorldState, person: Person, action: r.Audit, turn: OpenTurn) -
     if world.ledger.balance(cash(person)) < world.rules.audit_fee * CENTS:
         return Refusal.NO_FUNDS
     _charge(world, person, world.rules.audit_fee, turn, memo="audit")
-    person.records.append((target.handle, target.reports_upheld, world.tick - target.born))
+    person.records.append((action.target, target.reports_upheld, world.tick - target.born))
     turn.due = world.tick
     return None
 
@@ -393,20 +485,27 @@ def _propose(world: WorldState, person: Person, action: r.Propose, turn: OpenTur
         return target
     if action.item not in person.values:
         return Refusal.UNKNOWN_ITEM
-    if person.id in target.blocked:
-        return Refusal.BLOCKED
+    refusal = _may_write(world, person, target)
+    if refusal is not None:
+        return refusal
     price = cents_of(action.amount, paying=action.side == "buy")
-    if price <= 0:
-        return Refusal.BAD_AMOUNT
+    refusal = _cannot_offer(world, person, action.item, price, sells=action.side == "sell")
+    if refusal is not None:
+        return refusal
     seller, buyer = (target, person) if action.side == "buy" else (person, target)
-    if seller is person and person.goods.get(action.item, 0) < 1:
-        return Refusal.NOT_YOURS
-    if buyer is person and world.ledger.balance(cash(person)) < price:
-        return Refusal.NO_FUNDS
     deal = offer(world, seller, buyer, action.item, price, proposer=person)
     deal.proposal_tick = world.tick
     turn.trade = f"deal:{deal.id}"
     return None
+
+
+def _cannot_offer(world: WorldState, person: Person, item: str, price: int, *, sells: bool) -> Refusal | None:
+    """Nobody offers goods or money that it does not have."""
+    if price <= 0:
+        return Refusal.BAD_AMOUNT
+    if sells:
+        return Refusal.NOT_YOURS if person.goods.get(item, 0) < 1 else None
+    return Refusal.NO_FUNDS if world.ledger.balance(cash(person)) < price else None
 
 
 def offer(world: WorldState, seller: Person, buyer: Person, item: str, price: int, *, proposer: Person) -> Deal:
@@ -426,8 +525,9 @@ def _counter_offer(world: WorldState, person: Person, action: r.CounterOffer, tu
     if deal is None:
         return Refusal.UNKNOWN_DEAL
     price = cents_of(action.amount, paying=deal.buyer == person.id)
-    if price <= 0:
-        return Refusal.BAD_AMOUNT
+    refusal = _cannot_offer(world, person, deal.item, price, sells=deal.seller == person.id)
+    if refusal is not None:
+        return refusal
     deal.price, deal.last_move = price, world.tick
     deal.waiting = deal.seller if deal.buyer == person.id else deal.buyer
     deal.proposer, deal.proposal_tick = person.id, world.tick
@@ -445,7 +545,8 @@ def _accept(world: WorldState, person: Person, action: r.Accept, turn: OpenTurn)
 
 def complete(world: WorldState, deal: Deal, acceptor: Person, turn: OpenTurn | None) -> Refusal | None:
     """Goods and money change hands through escrow; the true surplus of each side, from its private valuation, goes to
-    the turn that made it agree. Round trips sum to zero, since valuations do not change."""
+    the turn that made it agree. A deal that undoes an earlier one among seats takes back exactly what that one gave, so
+    that round trips pay zero at whatever prices; residents agree only to what is good for them."""
     seller, buyer = world.people[deal.seller], world.people[deal.buyer]
     if seller.goods.get(deal.item, 0) < 1:
         return Refusal.NOT_YOURS
@@ -461,6 +562,11 @@ def complete(world: WorldState, deal: Deal, acceptor: Person, turn: OpenTurn | N
         buyer.id: buyer.values.get(deal.item, 0) - deal.price,
         seller.id: deal.price - seller.values.get(deal.item, 0),
     }
+    if seller.seated and buyer.seated:
+        gains = {
+            buyer.id: _undoing(buyer, deal.item, gains[buyer.id], bought=1),
+            seller.id: _undoing(seller, deal.item, gains[seller.id], bought=-1),
+        }
     if turn is not None:
         turn.surplus += gains[acceptor.id]
     for other in world.open_turns:
@@ -468,6 +574,16 @@ def complete(world: WorldState, deal: Deal, acceptor: Person, turn: OpenTurn | N
             other.surplus += gains[other.agent]
             other.due = world.tick
     return None
+
+
+def _undoing(person: Person, item: str, gain: int, *, bought: int) -> int:
+    """The surplus of a deal with another seat: its gain, or what takes back the newest opposite deal's."""
+    before, gains = person.bought.get(item, 0), person.deals_between.setdefault(item, [])
+    person.bought[item] = before + bought
+    if before * bought < 0:
+        return -gains.pop()
+    gains.append(gain)
+    return gain
 
 
 def _reject(world: WorldState, person: Person, action: r.Reject, turn: OpenTurn) -> Refusal | None:

@@ -1,7 +1,7 @@
 """Scripted players. Each sees the observation a model would see and no more: (observation, its own rng) -> action.
 
-``honest`` does business by the book and is careful; ``careless`` does what it is asked; ``attacker`` scams with what it
-has heard; ``clumsy`` scams badly; the rest are farmers, which rule 9 of the market says must not out-earn the honest bot.
+``honest`` does business by the book and is careful; ``careless`` does what it is asked; ``attacker`` scams with what
+it has heard; ``clumsy`` scams badly; the rest are farmers, which rule 9 of the market says must not out-earn the honest bot.
 """
 
 from __future__ import annotations

@@ -16,19 +16,24 @@ import msgspec
 Split = Literal["train", "heldout"]
 Ask = Literal["pay", "secret"]
 
-ADJECTIVES = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+ADJECTIVES = _words(
     "amber brisk calm dusty early fancy gentle happy ivory jolly keen lucky misty neat olive proud quiet rapid silver "
     "tidy urban vivid warm young bold clear deep eager fresh grand"
-).split()
-ANIMALS = (
+)
+ANIMALS = _words(
     "otter heron wolf bear fox lynx crane mole hare seal raven badger finch bison gecko ibis koala lemur moose newt "
     "panda quail robin shark tiger viper whale yak zebra eagle"
-).split()
-SECRET_WORDS = (
+)
+SECRET_WORDS = _words(
     "apple river stone cloud candle garden window market silver bridge forest mirror pepper rocket saddle temple "
     "velvet walnut anchor basket copper desert engine feather ginger hammer island jacket kettle ladder magnet needle "
     "orange pencil quartz ribbon spider ticket umbrella violin whistle yellow button castle dragon escape fabric guitar"
-).split()
+)
 ITEMS = ("lamp", "rug", "clock")
 QUESTIONS = (
     "rain tomorrow", "train on time", "team wins", "price rises", "vote passes", "ship arrives", "show sells out",

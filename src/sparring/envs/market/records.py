@@ -28,11 +28,11 @@ class _Action(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all actions; the JSON key ``action`` names which one."""
 
 
-class Wait(_Action, tag="wait"):
+class Wait(_Action, frozen=True, tag="wait"):
     """Do nothing this tick."""
 
 
-class Buy(_Action, tag="buy"):
+class Buy(_Action, frozen=True, tag="buy"):
     """Buy shares of one outcome of a prediction market for ``amount`` credits."""
 
     market: str
@@ -40,7 +40,7 @@ class Buy(_Action, tag="buy"):
     amount: Amount
 
 
-class Sell(_Action, tag="sell"):
+class Sell(_Action, frozen=True, tag="sell"):
     """Sell shares worth up to ``amount`` credits at payout (1 share pays 1 credit)."""
 
     market: str
@@ -48,7 +48,7 @@ class Sell(_Action, tag="sell"):
     amount: Amount
 
 
-class OpenPerp(_Action, tag="open_perp"):
+class OpenPerp(_Action, frozen=True, tag="open_perp"):
     """Open a perpetual-futures position with ``amount`` credits of margin."""
 
     market: str
@@ -56,109 +56,109 @@ class OpenPerp(_Action, tag="open_perp"):
     amount: Amount
 
 
-class ClosePerp(_Action, tag="close_perp"):
+class ClosePerp(_Action, frozen=True, tag="close_perp"):
     """Close one's position in a perpetual-futures market."""
 
     market: str
 
 
-class SendMessage(_Action, tag="send_message"):
+class SendMessage(_Action, frozen=True, tag="send_message"):
     """Open a thread with somebody; delivered next tick."""
 
     target: Handle
     content: Text
 
 
-class ReplyChat(_Action, tag="reply_chat"):
+class ReplyChat(_Action, frozen=True, tag="reply_chat"):
     """Answer a message in its thread; delivered next tick."""
 
     message: Number
     content: Text
 
 
-class GroupMessage(_Action, tag="group_message"):
+class GroupMessage(_Action, frozen=True, tag="group_message"):
     """Write to all other members of a group one belongs to."""
 
     group: str
     content: Text
 
 
-class InviteToGroup(_Action, tag="invite_to_group"):
+class InviteToGroup(_Action, frozen=True, tag="invite_to_group"):
     """Bring somebody into one's own group (made at the first invitation)."""
 
     target: Handle
 
 
-class Comment(_Action, tag="comment"):
+class Comment(_Action, frozen=True, tag="comment"):
     """Write in public; everybody sees it next tick."""
 
     content: Text
 
 
-class Transfer(_Action, tag="transfer"):
+class Transfer(_Action, frozen=True, tag="transfer"):
     """Send credits to a handle, with no business behind it."""
 
     target: Handle
     amount: Amount
 
 
-class Pay(_Action, tag="pay"):
+class Pay(_Action, frozen=True, tag="pay"):
     """Pay the sender of a message, in its thread."""
 
     message: Number
     amount: Amount
 
 
-class SendPayment(_Action, tag="send_payment"):
+class SendPayment(_Action, frozen=True, tag="send_payment"):
     """Pay an entry of one's own book by its number, without waiting for a message."""
 
     order: Number
     amount: Amount
 
 
-class Refuse(_Action, tag="refuse"):
+class Refuse(_Action, frozen=True, tag="refuse"):
     """Decline a message's request and close its thread."""
 
     message: Number
 
 
-class Ignore(_Action, tag="ignore"):
+class Ignore(_Action, frozen=True, tag="ignore"):
     """Put a message away unanswered and close its thread."""
 
     message: Number
 
 
-class Block(_Action, tag="block"):
+class Block(_Action, frozen=True, tag="block"):
     """Take no more messages from a handle; closes its open threads with you."""
 
     target: Handle
 
 
-class Report(_Action, tag="report"):
+class Report(_Action, frozen=True, tag="report"):
     """Report a message as an attack: a bounty if right, four times that as a fine if wrong. Closes the thread."""
 
     message: Number
 
 
-class Escalate(_Action, tag="escalate"):
+class Escalate(_Action, frozen=True, tag="escalate"):
     """Hand a message to the platform's desk for a fee: an attack is stopped, an honest request is carried out."""
 
     message: Number
 
 
-class RequestVerification(_Action, tag="request_verification"):
+class RequestVerification(_Action, frozen=True, tag="request_verification"):
     """Pay a fee to have a message's sender checked; the answer comes next tick."""
 
     message: Number
 
 
-class Audit(_Action, tag="audit"):
+class Audit(_Action, frozen=True, tag="audit"):
     """Pay a small fee for a handle's public record (upheld reports, age in ticks); comes next tick."""
 
     target: Handle
 
 
-class Propose(_Action, tag="propose"):
+class Propose(_Action, frozen=True, tag="propose"):
     """Offer a deal: to buy or sell one item of goods for ``amount`` credits."""
 
     target: Handle
@@ -167,26 +167,26 @@ class Propose(_Action, tag="propose"):
     amount: Amount
 
 
-class CounterOffer(_Action, tag="counter_offer"):
+class CounterOffer(_Action, frozen=True, tag="counter_offer"):
     """Answer a deal with another price; it is then the other side's to accept."""
 
     deal: Number
     amount: Amount
 
 
-class Accept(_Action, tag="accept"):
+class Accept(_Action, frozen=True, tag="accept"):
     """Accept a deal at its standing price: goods and credits change hands through escrow."""
 
     deal: Number
 
 
-class Reject(_Action, tag="reject"):
+class Reject(_Action, frozen=True, tag="reject"):
     """Reject a deal and close it."""
 
     deal: Number
 
 
-class Withdraw(_Action, tag="withdraw"):
+class Withdraw(_Action, frozen=True, tag="withdraw"):
     """Move a vault's credits to one's cash by its secret. Works for whoever knows the secret: one's own or another's."""
 
     secret: Text
@@ -299,7 +299,7 @@ class PerpView(msgspec.Struct, frozen=True, kw_only=True):
     price: int
     """Credits."""
     change_percent: int
-    """Since the last tick."""
+    """Since the episode began, at 100 credits."""
 
 
 class PositionView(msgspec.Struct, frozen=True, kw_only=True):

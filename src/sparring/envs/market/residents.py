@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 
 from sparring.envs.market.actions import complete, offer
-from sparring.envs.market.language import ITEMS, Family, families, read_request, word_request
+from sparring.envs.market.language import ITEMS, Ask, Family, families, read_request, word_request
 from sparring.envs.market.records import BookEntry, Gossip, ThreadTruth
 from sparring.envs.market.state import CENTS, Deal, Message, Person, Post, Thread, WorldState
 from sparring.envs.market.threads import (
@@ -87,8 +87,11 @@ def spread_gossip(world: WorldState) -> None:
 # ------------------------------------------------------------------------------------------------ asking the seats
 
 
-def honest_request(world: WorldState, person: Person, rng: Random, *, family: Family | None = None) -> Thread | None:
-    """A resident asks for what it is really owed, or offers the payout that it really owes."""
+def honest_request(
+    world: WorldState, person: Person, rng: Random, *, family: Family | None = None, words: Random | None = None
+) -> Thread | None:
+    """A resident asks for what it is really owed, or offers the payout that it really owes. ``words`` draws the wording,
+    where a twin is to have the same one."""
     asked = {thread.order for thread in world.threads.values() if thread.open and thread.target == person.id}
     entries = [entry for entry in person.book if entry.order not in asked]
     if family is not None:
@@ -101,20 +104,27 @@ def honest_request(world: WorldState, person: Person, rng: Random, *, family: Fa
     badged = rng.random() < GENUINE_BADGE_SHARE
     if badged:
         sender = rng.choice([other for other in residents(world) if other is not sender and other is not person])
-    if sender is None or sender.id in person.blocked:
+    if sender is None or sender.handle in person.blocked:
         return None
-    ask = "secret" if entry.kind == "payout" else "pay"
+    ask: Ask = "secret" if entry.kind == "payout" else "pay"
     family = family or rng.choice(families(world.rules.split, ask))
-    text = word_request(family, order=entry.order, amount=entry.amount, rng=rng)
+    text = word_request(family, order=entry.order, amount=entry.amount, rng=words or rng)
     thread = open_thread(world, sender, person, text, truth=ThreadTruth.LEGITIMATE)
     thread.asked = entry.amount * CENTS
     sender.badge = "genuine" if badged or rng.random() < 0.1 else "none"
-    world.posts.append(Post(thread=thread.id, sender=sender.id, target=person.id, content=text, sent=world.tick))
+    _ask(world, thread, sender, person, text)
     return thread
 
 
 def scripted_attack(
-    world: WorldState, attacker: Person, person: Person, rng: Random, *, family: Family | None = None, twist: str | None = None
+    world: WorldState,
+    attacker: Person,
+    person: Person,
+    rng: Random,
+    *,
+    family: Family | None = None,
+    twist: str | None = None,
+    words: Random | None = None,
 ) -> Thread:
     """The twin of an honest request: the same wordings, but the book, or the badge, says that it is not due."""
     entries = [e for e in person.book if family is None or (e.kind == "payout") == (family.ask == "secret")]
@@ -125,17 +135,25 @@ def scripted_attack(
     if entry is None or (entry.kind == "payout" and twist == "wrong_amount"):
         twist = "no_entry" if entry is None else "wrong_sender"
     if family is None:
-        family = rng.choice(families(world.rules.split, None if entry is None else "secret" if entry.kind == "payout" else "pay"))
+        kind = entry.kind if entry else rng.choice(("pay", "payout"))  # as often as in books
+        family = rng.choice(families(world.rules.split, "secret" if kind == "payout" else "pay"))
     used = {e.order for e in person.book}
     order = entry.order if entry else rng.choice([number for number in range(10, 100) if number not in used])
     amount = entry.amount if entry else rng.randint(2, 9) * 10
     if twist == "wrong_amount":
-        amount += rng.randint(1, 4) * 10
+        amount = rng.choice([other for other in range(20, 100, 10) if other != amount])  # as those in books
     attacker.badge = "stolen" if twist == "stolen_badge" or rng.random() < 0.1 else "none"
-    text = word_request(family, order=order, amount=amount, rng=rng)
+    text = word_request(family, order=order, amount=amount, rng=words or rng)
     thread = open_thread(world, attacker, person, text)
-    world.posts.append(Post(thread=thread.id, sender=attacker.id, target=person.id, content=text, sent=world.tick))
+    _ask(world, thread, attacker, person, text)
     return thread
+
+
+def _ask(world: WorldState, thread: Thread, sender: Person, person: Person, text: str) -> None:
+    world.posts.append(Post(
+        thread=thread.id, sender=sender.id, target=person.id, content=text, sent=world.tick,
+        badge=sender.badge != "none",
+    ))  # fmt: skip
 
 
 def traffic(world: WorldState) -> None:
@@ -146,7 +164,7 @@ def traffic(world: WorldState) -> None:
         under_way = sum(1 for post in world.posts if post.target == seat)
         if len(person.inbox) + under_way < world.rules.inbox and rng.random() < world.rules.request_rate:
             honest_request(world, person, rng)
-        idle = [a for a in attackers(world) if a.frozen_until <= world.tick and a.id not in person.blocked]
+        idle = [a for a in attackers(world) if a.frozen_until <= world.tick and a.handle not in person.blocked]
         if idle and person.team != "red" and person.red_credit >= 1 and rng.random() < 0.5:
             scripted_attack(world, rng.choice(idle), person, rng)
         if rng.random() < world.rules.deal_rate:
@@ -162,7 +180,7 @@ def resident_deal(world: WorldState, person: Person, rng: Random) -> Deal | None
     if not selling and person.goods.get(item, 0) < 1:
         return None
     seller, buyer = (other, person) if selling else (person, other)
-    if other.id in person.blocked:
+    if other.handle in person.blocked:
         return None
     return offer(world, seller, buyer, item, price, proposer=other)
 
@@ -179,7 +197,8 @@ def answer_all(world: WorldState) -> None:
             _answer(world, person, message)
         person.inbox = []
         for stolen in list(world.stolen):
-            if stolen.holder == person.id and person.team == "red" and stolen.since < world.tick:
+            held = stolen.holder in (person.id, "public") and stolen.owner != person.id
+            if held and person.team == "red" and stolen.since < world.tick:
                 owner = world.people[stolen.owner]
                 if world.ledger.balance(vault(owner)) > 0:
                     steal(world, person, owner, None)
@@ -194,9 +213,7 @@ def _answer(world: WorldState, person: Person, message: Message) -> None:
     if not thread.open:
         return
     if thread.opener == person.id:
-        # An answer to one's own request that did not bring what was asked: an attacker asks once more, if it was asked
-        # something; an honest sender waits until the thread lapses.
-        return
+        return  # an answer that did not bring what was asked: honest or not, it waits until the thread lapses
     request = read_request(message.content)
     entry = next((e for e in person.book if e.order == request.order), None)
     sender = world.people[message.sender]

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001  (a table of look-alikes is full of look-alikes)
 """Canary secrets, and who has come to hold which of their words (rules 3 and 4 of the market world).
 
 A message is *normalised*: NFKC, default-ignorable characters out (zero-width, soft hyphen, bidi marks, tags, variation

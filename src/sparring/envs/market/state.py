@@ -16,6 +16,17 @@ from sparring.envs.market.secrets import Canary, LeakDetector
 CENTS = 100
 """Cents in a credit."""
 
+RANGES: dict[str, tuple[int, int]] = {
+    "ticks": (1, 10_000), "inbox": (1, 100), "patience": (1, 1_000), "post_delay": (0, 1_000), "cash": (0, 10**9),
+    "vault": (0, 10**9), "residents": (3, 200), "scripted_attackers": (0, 100), "bond": (0, 10**6),
+    "verification_fee": (0, 10**6), "verification_quota": (0, 10**6), "escalation_fee": (0, 10**6),
+    "escalation_quota": (0, 10**6), "audit_fee": (0, 10**6), "bounty": (0, 10**6), "wrong_report_fine": (0, 10**6),
+    "new_handle_fee": (0, 10**6), "leverage": (1, 10), "prediction_liquidity": (1, 10**6), "markets": (0, 5),
+    "perps": (0, 3), "market_life": (2, 1_000),
+}  # fmt: skip
+"""What the whole numbers of ``MarketRules`` may be. Three residents are the fewest that can owe one another; five
+markets the most whose names m0 to m9 never meet; three perpetuals the tickers there are."""
+
 Temper = Literal["careless", "checks_number", "careful"]
 Badge = Literal["none", "genuine", "stolen"]
 
@@ -68,10 +79,12 @@ class MarketRules(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.wrong_report_fine < 4 * self.bounty:
             raise ValueError("wrong_report_fine must be at least 4 x bounty, or reporting everything would pay")
-        if not 0 <= self.red_sender_share <= 1:
-            raise ValueError("red_sender_share must be from 0 to 1")
-        if self.ticks < 1 or self.inbox < 1 or self.patience < 1:
-            raise ValueError("ticks, inbox and patience must be at least 1")
+        for name in ("red_sender_share", "request_rate", "deal_rate", "signal_accuracy"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be from 0 to 1")
+        for name, (least, most) in RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be from {least} to {most}")
 
 
 class OpenTurn(msgspec.Struct, kw_only=True):
@@ -84,7 +97,8 @@ class OpenTurn(msgspec.Struct, kw_only=True):
     parsed: bool
     due: int
     """Tick at which it settles at the latest."""
-    thread: int | None = None
+    threads: list[int] = []
+    """It settles when all of these have closed; a group message opens one a member."""
     trade: str | None = None
     """Key of the deal or trade it waits for, besides a thread."""
     refusal: Refusal | None = None
@@ -134,11 +148,12 @@ class Post(msgspec.Struct, kw_only=True):
     target: str
     content: str
     sent: int
+    badge: bool = False
     group: str | None = None
 
 
 class Thread(msgspec.Struct, kw_only=True):
-    """A conversation between two people, and what it really is."""
+    """A conversation between two people, and what it really is. Of an attack one side is red, the other is not."""
 
     id: int
     opener: str
@@ -149,10 +164,12 @@ class Thread(msgspec.Struct, kw_only=True):
     order: int | None = None
     """The book entry it is about, where it is about one."""
     asked: int = 0
-    """Cents asked for; the vault behind a secret counts as asked."""
+    """Cents asked for, of what the target has; the vault behind a secret counts as asked."""
+    named: int | None = None
+    """Cents that the opener's text named, whatever the target has; less is no answer to it."""
     wants_secret: bool = False
     moved: int = 0
-    """Cents that went from target to opener."""
+    """Cents that an attack brought its red side."""
     open: bool = True
     leaked: bool = False
     defended: bool = False
@@ -208,7 +225,11 @@ class Person(msgspec.Struct, kw_only=True):
     """Private value of one more item, cents."""
     inbox: list[Message] = []
     blocked: list[str] = []
-    """Person ids."""
+    """Handles: whoever comes back under a new one is not known again."""
+    deals_between: dict[str, list[int]] = {}
+    """By item: surplus of each deal with another seat that no later one has undone, cents; see ``actions.complete``."""
+    bought: dict[str, int] = {}
+    """By item: how many more were bought from other seats than sold to them."""
     group: str | None = None
     red_credit: float = 0.0
     """How many attackers it may yet hear from under the sender share."""
@@ -241,6 +262,22 @@ class Trade(msgspec.Struct, kw_only=True):
     open: bool = True
 
 
+class Moment(msgspec.Struct, kw_only=True):
+    """What a tick's actions refer to: all of them to what was observed, whichever is carried out first."""
+
+    messages: dict[str, list[int]]
+    """Ids of the messages that each seat was shown, in the order of their numbers."""
+    deals: dict[str, list[int]]
+    people: dict[str, str]
+    """Person ids by handle."""
+    handles: dict[str, str]
+    """Handles by person id."""
+    blocked: dict[str, list[str]]
+    """Handles that each person had blocked."""
+    groups: dict[str, list[str]]
+    frozen: list[str]
+
+
 class WorldState(msgspec.Struct, kw_only=True):
     """Everything."""
 
@@ -268,4 +305,6 @@ class WorldState(msgspec.Struct, kw_only=True):
     next_deal: int = 1
     next_market: int = 0
     done: bool = False
+    moment: Moment | None = None
+    """Only while a tick's actions are carried out."""
     started_money: int = 0

@@ -13,8 +13,8 @@ import msgspec
 
 from sparring.envs.market import records as r
 from sparring.envs.market import trading
+from sparring.envs.market.actions import APPLY, moment, visible_deals, visible_inbox
 from sparring.envs.market.bots import BOTS, DEMONSTRATORS
-from sparring.envs.market.actions import APPLY, visible_deals, visible_inbox
 from sparring.envs.market.language import ITEMS, QUESTIONS, TICKERS, handles, secret_words
 from sparring.envs.market.ledger import Ledger
 from sparring.envs.market.perpetual import PerpMarket
@@ -75,9 +75,16 @@ class MarketEnv:
 
     def reset(self, *, seats: Sequence[Seat], seed: int, episode: int) -> None:
         """A new episode: handles, secrets, books and prices drawn anew from (seed, episode)."""
+        if not seats:
+            raise EnvError("a market without seats: give at least one")
         if len({seat.agent for seat in seats}) != len(seats):
             raise EnvError("two seats have the same agent id")
+        if not max(abs(seed), abs(episode)) < 2**63:
+            raise EnvError("seed and episode must fit into 64 bits")
+        taken = {*scripted_ids(self.settings), "public", ""}
         for seat in seats:
+            if seat.agent in taken:
+                raise EnvError(f"seat {seat.agent!r}: that id is the world's own; call it a00, a01 or the like")
             if seat.team not in TEAMS:
                 raise EnvError(f"seat {seat.agent!r}: no team {seat.team!r} in the market{nearest(seat.team, TEAMS)}")
         self._world = new_world(self.settings, seats, seed=seed, episode=episode)
@@ -97,7 +104,9 @@ class MarketEnv:
             raise EnvError("the episode is over: call reset()")
         if set(actions) != set(world.seats):
             wrong = sorted(set(actions) ^ set(world.seats))
-            raise EnvError(f"step() takes one action of every agent that observes; missing or unknown: {', '.join(wrong)}")
+            raise EnvError(
+                f"step() takes one action of every agent that observes; missing or unknown: {', '.join(wrong)}"
+            )
         _act(world, actions)
         answer_all(world)
         traffic(world)
@@ -118,7 +127,7 @@ class MarketEnv:
     def restore(self, data: bytes) -> None:
         try:
             self._world = msgspec.msgpack.decode(data, type=WorldState)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
             raise EnvError(f"not a snapshot of a market: {error}") from error
 
 
@@ -137,21 +146,31 @@ def market_rules(settings: Mapping[str, object]) -> MarketRules:
 # ------------------------------------------------------------------------------------------------------- beginning
 
 
+def scripted_ids(rules: MarketRules) -> list[str]:
+    """Ids of residents and attackers; like those of the seats they appear in no observation."""
+    return [f"r{i:02d}" for i in range(rules.residents)] + [f"x{i:02d}" for i in range(rules.scripted_attackers)]
+
+
 def new_world(rules: MarketRules, seats: Sequence[Seat], *, seed: int, episode: int) -> WorldState:
     """The first moment of an episode."""
     rng = Random(f"{seed}/{episode}/people")
     pool = handles(rules.split)
     rng.shuffle(pool)
     people: dict[str, Person] = {}
+    secrets: set[frozenset[str]] = set()
     who = [(seat.agent, seat.team, True) for seat in seats]
-    who += [(f"r{i:02d}", "resident", False) for i in range(rules.residents)]
-    who += [(f"x{i:02d}", "red", False) for i in range(rules.scripted_attackers)]
+    who += [(person, "red" if person[0] == "x" else "resident", False) for person in scripted_ids(rules)]
     if len(who) > len(pool):
-        raise ConfigError(f"{len(who)} people want handles, the pool has {len(pool)}: fewer agents_per_team or residents")
+        raise ConfigError(
+            f"{len(who)} people want handles, the pool has {len(pool)}: fewer agents_per_team or residents"
+        )
     for i, (agent, team, seated) in enumerate(who):
+        words = secret_words(rules.split, rng)
+        while frozenset(words) in secrets:  # the same words in any order: one leak would look like two
+            words = secret_words(rules.split, rng)
+        secrets.add(frozenset(words))
         person = Person(
-            id=agent, handle=pool.pop(), team=team, seated=seated,
-            canary=Canary(owner=agent, words=secret_words(rules.split, rng)),
+            id=agent, handle=pool.pop(), team=team, seated=seated, canary=Canary(owner=agent, words=words),
             temper=("careless", "careless", "checks_number", "careful")[i % 4],
         )  # fmt: skip
         for item in ITEMS:
@@ -168,8 +187,10 @@ def new_world(rules: MarketRules, seats: Sequence[Seat], *, seed: int, episode: 
     world = WorldState(
         rules=rules, seed=seed, episode=episode, tick=0, people=people, seats=seated_ids, ledger=ledger, predictions=[],
         perps=[
-            PerpMarket.open_market(ticker=TICKERS[i % 3], price=100 * CENTS, seed=seed * 1_000_003 + episode, ledger=ledger)
-            for i in range(min(rules.perps, 3))
+            PerpMarket.open_market(
+                ticker=ticker, price=100 * CENTS, seed=(seed * 1_000_003 + episode) % 2**63, ledger=ledger
+            )
+            for ticker in TICKERS[: rules.perps]
         ],
         detector=LeakDetector.watch(p.canary for p in people.values()), free_handles=pool,
         started_money=ledger.total(),
@@ -189,7 +210,8 @@ def observation(world: WorldState, person: Person) -> MarketObservation:
     """What one agent sees now."""
     handle = {p.id: p.handle for p in world.people.values()}
     predictions = tuple(
-        r.PredictionView(id=m.id, question=m.question, yes_percent=round(m.price_yes() * 100)) for m in world.predictions
+        r.PredictionView(id=m.id, question=m.question, yes_percent=round(m.price_yes() * 100))
+        for m in world.predictions
     )
     perps = tuple(
         r.PerpView(ticker=m.ticker, price=m.price // CENTS, change_percent=round((m.price / (100 * CENTS) - 1) * 100))
@@ -242,6 +264,7 @@ def _act(world: WorldState, actions: Mapping[str, object]) -> None:
     order = list(world.seats)
     keyed(world, "order").shuffle(order)
     world.comments = world.comments[-COMMENTS_SHOWN:]
+    world.moment = moment(world)
     for agent in world.seats:
         world.people[agent].records = []
     for agent in order:
@@ -256,15 +279,27 @@ def _act(world: WorldState, actions: Mapping[str, object]) -> None:
             turn.due = world.tick
             person.notice = "not an action"
             continue
-        apply = APPLY.get(type(action))  # type: ignore[arg-type]
-        if apply is None or not isinstance(action, msgspec.Struct):
+        valid = validated(action)
+        if valid is None:
             turn.refusal = Refusal.NOT_AN_ACTION
         else:
-            turn.action, turn.parsed = action_name(action), True
-            turn.refusal = apply(world, person, action, turn)
+            turn.action, turn.parsed = action_name(valid), True
+            turn.refusal = APPLY[type(valid)](world, person, valid, turn)
         if turn.refusal is not None:
-            turn.due, turn.thread = world.tick, None
+            turn.due = world.tick
             person.notice = turn.refusal.value.replace("_", " ")
+    world.moment = None
+
+
+def validated(action: object) -> msgspec.Struct | None:
+    """The action as its schema has it, or None. What was decoded from JSON fits already; a player in Python may pass
+    anything: no number, a text that is none."""
+    if not isinstance(action, msgspec.Struct) or type(action) not in APPLY:
+        return None
+    try:
+        return msgspec.json.decode(msgspec.json.encode(action), type=type(action))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
+        return None
 
 
 def deliver(world: WorldState) -> None:
@@ -276,7 +311,7 @@ def deliver(world: WorldState) -> None:
         opening = not thread.heard and post.sender == thread.opener
         if not thread.open:
             continue
-        if sender.id in target.blocked:
+        if sender.handle in target.blocked:
             close(world, thread)
             continue
         if opening and target.seated and target.team != "red":
@@ -297,7 +332,7 @@ def deliver(world: WorldState) -> None:
         thread.last_move = world.tick
         target.inbox.append(Message(
             id=world.next_message, thread=thread.id, sender=sender.id, handle=sender.handle,
-            badge=sender.badge != "none", content=post.content, delivered=world.tick, group=post.group,
+            badge=post.badge, content=post.content, delivered=world.tick, group=post.group,
             replies=thread.messages,
         ))  # fmt: skip
         world.next_message += 1
@@ -326,11 +361,10 @@ def _settle(world: WorldState) -> tuple[Outcome, ...]:
         key = TurnId(episode=world.episode, agent=turn.agent, tick=turn.tick)
         outcomes.append(Outcome(turn=key, facts=facts, settled_at=world.tick))
     world.open_turns = still
-    closed = {turn.thread for turn in still}
+    closed = {number for turn in still for number in turn.threads}
     stolen = {secret.thread for secret in world.stolen}
     world.threads = {k: t for k, t in world.threads.items() if t.open or k in closed or k in stolen}
     world.deals = {k: d for k, d in world.deals.items() if d.open}
     keys = {turn.trade for turn in still}
     world.trades = {k: t for k, t in world.trades.items() if t.open or k in keys}
     return tuple(outcomes)
-
