@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full test lint clean
+.PHONY: help venv demo demo-full test lint clean bench-farmers
 
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -51,6 +51,9 @@ lint: $(STAMP) ## Check style, formatting, import contracts and types
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+bench-farmers: $(STAMP) ## Measure the honest bot against every way to farm the market
+	$(BIN)/python benchmarks/farmers.py
 
 clean: ## Remove caches and build products (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -55,7 +55,12 @@ def team_reward(team: str, bot: Bot, *, episode: int, seed: int, agents_per_team
 
 
 def compare(
-    *, episodes: int, seed: int, agents_per_team: int, farmers: Mapping[str, Bot] = FARMERS, teams: Sequence[str] = TEAMS
+    *,
+    episodes: int,
+    seed: int,
+    agents_per_team: int,
+    farmers: Mapping[str, Bot] = FARMERS,
+    teams: Sequence[str] = TEAMS,
 ) -> list[dict[str, Any]]:
     """One row a team and farmer: what both earn in an episode, the difference, and its interval."""
 

@@ -30,7 +30,7 @@ from typing import IO
 import msgspec
 
 from sparring.errors import ConfigError
-from sparring.files import FileError, explain, truncate_jsonl, write_atomic
+from sparring.files import TEMPORARY_PREFIX, FileError, explain, truncate_jsonl, write_atomic
 
 RUNS = Path("runs")
 """Where runs are, below the directory one is in."""
@@ -144,8 +144,8 @@ class RunDirectory:
             lock = _locked(path)
             (path / "episodes").mkdir(exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
-            write_atomic(path / "config.toml", config_toml.encode())
             _write_manifest(path, RunManifest(name=path.name, seed=seed, sessions=(session,)))
+            write_atomic(path / "config.toml", config_toml.encode())  # last: with it the directory is a run
         except OSError as error:
             raise ConfigError(f"cannot make the run's directory in {root}: {explain(error)}") from error
         return cls(path, lock)
@@ -287,12 +287,20 @@ def _processor() -> str:
     return platform.processor()
 
 
+_MADE_FIRST = ("lock", "episodes", "checkpoints", "manifest.json")
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(TEMPORARY_PREFIX)
+
+
 def _make(root: Path, name: str | None, kind: str) -> Path:
     if name is not None:
         try:
             (root / name).mkdir()
         except FileExistsError:
-            if any((root / name).iterdir()):
+            # What a kill in the middle of `create` left behind is taken over.
+            if any(place.name not in _MADE_FIRST for place in (root / name).iterdir() if not _is_temporary(place)):
                 raise ConfigError(
                     f"run {name!r} exists in {root}/: choose another name, or continue it with --resume {name}"
                 ) from None

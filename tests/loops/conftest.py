@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from loop_toys import random_model
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from loop_toys import assert_same_run, final_tensors, metrics, small, transcripts
 
+from loop_toys import assert_same_run, final_tensors, metrics, small, transcripts
 from sparring.config import SharedConfig
 from sparring.errors import CheckpointError, ConfigError, SparringError
 from sparring.loops.shared import train_shared
@@ -112,7 +112,9 @@ def test_a_resume_that_does_not_fit_is_refused_and_changes_nothing(
 
 @pytest.mark.skipif(not (TINY_DIRECTORY / "config.json").is_file(), reason="the embedded model is not built yet")
 def test_resuming_the_embedded_model_with_turns_pending_in_the_market() -> None:
-    config = small("tiny", reward="outcome", agents_per_team=2, sampling={"max_new_tokens": 48}, checkpoint={"every": 100})
+    config = small(
+        "tiny", reward="outcome", agents_per_team=2, sampling={"max_new_tokens": 48}, checkpoint={"every": 100}
+    )
     straight = run_to(config, 7, "straight")
     stopped = run_to(config, 3, "stopped")
     run_to(config, 7, "stopped", resume=True)

@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from sparring.types import PromptParts, Seat, StepOutcome
+
+if TYPE_CHECKING:
+    from sparring.envs.check import CheckReport
 
 Bot = Callable[[object, Random], object]
 """A scripted player: (observation, its own random generator) -> action. It sees what a model would see, no more."""
@@ -134,3 +137,14 @@ class Duel(Protocol):
     def finish(self, env: Any, agent: str, action: object) -> Any:
         """As ``Situation.finish``."""
         ...
+
+
+def check_env(env: Any, *, seed: int = 0, agents_per_team: int = 2) -> CheckReport:
+    """Test an environment against the contract; see ``envs.check``.
+
+    Raises:
+        EnvError: It breaks the contract; the message names the member and the fix.
+    """
+    from sparring.envs.check import check_env as check
+
+    return check(env, seed=seed, agents_per_team=agents_per_team)

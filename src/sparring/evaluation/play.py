@@ -16,7 +16,17 @@ from sparring.config import PlayConfig
 from sparring.envs.contract import Env
 from sparring.envs.load import load_env
 from sparring.errors import ConfigError, nearest
-from sparring.loops.rollout import BotPlayer, Decided, Player, PolicyPlayer, Table, advance, decide, open_table
+from sparring.loops.rollout import (
+    BotPlayer,
+    Decided,
+    Player,
+    PolicyPlayer,
+    RewardOf,
+    Table,
+    advance,
+    decide,
+    open_table,
+)
 from sparring.rewards.load import load_reward
 from sparring.rundir import find_run
 from sparring.runs import is_run, load_policy, run_config
@@ -65,7 +75,7 @@ def play(config: PlayConfig, *, stdin: TextIO | None = None, stdout: TextIO | No
             f"team is {config.team!r}: {env.name} has {', '.join(env.teams)}{nearest(config.team, env.teams)}"
         )
     players = _others(config, env)
-    reward = load_reward("outcome" if config.env == "market" else "env", env=env)
+    reward = _reward(config, env)
     table = open_table(env, number=0, episode=0, seed=config.seed, agents_per_team=config.agents_per_team)
     me = next(seat.agent for seat in table.seats if seat.team == config.team)
 
@@ -100,6 +110,15 @@ def play(config: PlayConfig, *, stdin: TextIO | None = None, stdout: TextIO | No
         env=env.name, team=config.team, ticks=turns, settled=settled_count, reward_total=total, reward_parts=dict(parts),
         finished=done,
     )  # fmt: skip
+
+
+def _reward(config: PlayConfig, env: Env) -> RewardOf:
+    """What a person is shown: the market's outcome reward, or the environment's own, or none where it has none."""
+    if config.env == "market":
+        return load_reward("outcome")
+    if hasattr(env, "reward") or hasattr(env.facts_type, "reward"):
+        return load_reward("env", env=env)
+    return lambda turn, outcome: Reward(total=None)
 
 
 def _others(config: PlayConfig, env: Env) -> dict[str, Player]:

@@ -73,14 +73,20 @@ def bias_factor(step: int, beta1: float, beta2: float) -> float:
 
 
 def learning_rate_at(settings: OptimizerSettings, step: int) -> float:
-    """The rate of real step ``step`` (from 0): linear over ``warmup_steps``, constant after.
+    """The rate of real step ``step`` (from 0): linear over ``warmup_steps``, then constant, or falling to 0 at
+    ``decay_steps``.
 
     >>> learning_rate_at(OptimizerSettings(learning_rate=1.0, warmup_steps=4), 0)
     0.25
+    >>> learning_rate_at(OptimizerSettings(learning_rate=1.0, decay_steps=4), 3)
+    0.25
     """
-    if settings.warmup_steps == 0:
-        return settings.learning_rate
-    return settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
+    rate = settings.learning_rate
+    if settings.warmup_steps:
+        rate *= min(1.0, (step + 1) / settings.warmup_steps)
+    if settings.decay_steps is not None:
+        rate *= max(0.0, 1.0 - step / settings.decay_steps)
+    return rate
 
 
 # --------------------------------------------------------------------------------------------------------------- APOLLO

@@ -224,6 +224,8 @@ class OptimizerSettings:
     """Gradients are scaled down to this global norm; None never clips."""
     warmup_steps: int = 0
     """The learning rate rises linearly over so many real steps."""
+    decay_steps: int | None = None
+    """The learning rate falls linearly, to 0 at this real step; None leaves it constant."""
     rank: int = 1
     """apollo: rows or columns of the projected gradient; must stay below the smaller side of every projected matrix."""
     scale: float = 128.0
@@ -250,6 +252,12 @@ class OptimizerSettings:
         if self.max_grad_norm is not None:
             _positive("optimizer.max_grad_norm", self.max_grad_norm)
         _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "give 0 or more steps")
+        _require(
+            self.decay_steps is None or self.decay_steps >= 1,
+            "optimizer.decay_steps",
+            self.decay_steps,
+            "give 1 or more steps, or leave it out",
+        )
         _require(self.rank >= 1, "optimizer.rank", self.rank, "give at least 1")
         _positive("optimizer.scale", self.scale)
         _require(self.projection_gap >= 1, "optimizer.projection_gap", self.projection_gap, "give at least 1 step")

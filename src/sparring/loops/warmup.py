@@ -44,7 +44,7 @@ VALIDITY_PROMPTS = 64
 LEAST_EPISODES = 12
 """Episodes of bot play that the examples are drawn from, however few they are."""
 WARMUP_SHARE = 0.1
-"""Of the steps, over which the learning rate rises."""
+"""Of the steps, over which the learning rate rises; from there it falls to 0 at the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +135,9 @@ def warmup(config: WarmupConfig) -> WarmupReport:
         notices.append("nothing was held out: the file has a single chat, so there is no held-out loss")
 
     before = _loss(policy, held_out)
+    total = config.epochs * -(-len(learned) // chosen.batch_size)
     optimizer = OptimizerSettings(
-        learning_rate=chosen.learning_rate,
-        warmup_steps=int(WARMUP_SHARE * config.epochs * -(-len(learned) // chosen.batch_size)),
+        learning_rate=chosen.learning_rate, warmup_steps=int(WARMUP_SHARE * total), decay_steps=total
     )
     with _progress(quiet=config.quiet) as progress:
         training = Stopwatch()
@@ -171,12 +171,12 @@ def _by_size(config: WarmupConfig, policy: CausalLM) -> _Chosen:
     """Settings that are not given follow from the model's size: a small model needs thousands of examples and takes
     them in a minute or two; a pretrained one of a hundred million needs hundreds, and takes them in minutes on a CPU."""
     small = policy.parameter_count < SMALL_MODEL
-    rate = 1e-3 if small else 2e-4
+    rate = 1e-3 if small else 4e-4
     if config.adapters == "shared":
         rate = 2e-3 if small else 1e-3
     return _Chosen(
         examples=config.examples or (8000 if small else 400),
-        batch_size=config.batch_size or (32 if small else 8),
+        batch_size=config.batch_size or (32 if small else 4),
         learning_rate=config.learning_rate or rate,
     )
 

@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001  (look-alikes on purpose)
 """Canaries and leaks: what counts, what does not, and recall on encodings the detector was not built for."""
 
 from __future__ import annotations

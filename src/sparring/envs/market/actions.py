@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 
 from sparring.envs.market import records as r
+from sparring.envs.market.deals import accept, counter_offer, propose, reject
+from sparring.envs.market.moment import has_blocked, may_not_write, named_person, now, shown_message
 from sparring.envs.market.records import Refusal, ThreadTruth
 from sparring.envs.market.secrets import matches
-from sparring.envs.market.state import CENTS, Deal, Message, Moment, OpenTurn, Person, Post, Thread, WorldState
+from sparring.envs.market.state import CENTS, OpenTurn, Person, Post, Thread, WorldState
 from sparring.envs.market.threads import (
     by_handle,
     cash,
@@ -34,70 +36,6 @@ from sparring.envs.market.threads import (
 
 SERVICE_MARGIN = 0.3
 """What carrying out an honest request is worth to an agent beyond its price, as a part of the price."""
-
-
-def visible_inbox(world: WorldState, person: Person) -> list[Message]:
-    """The messages an observation shows, the newest, in the order of their numbers, from 1."""
-    return person.inbox[-world.rules.inbox :]
-
-
-def visible_deals(world: WorldState, person: Person) -> list[Deal]:
-    """The deals that wait for a person, in the order of their numbers, from 1."""
-    return [deal for deal in world.deals.values() if deal.open and deal.waiting == person.id][:2]
-
-
-def moment(world: WorldState) -> Moment:
-    """What the actions of this tick refer to."""
-    people = world.people
-    return Moment(
-        messages={seat: [message.id for message in visible_inbox(world, people[seat])] for seat in world.seats},
-        deals={seat: [deal.id for deal in visible_deals(world, people[seat])] for seat in world.seats},
-        people={person.handle: person.id for person in people.values()},
-        handles={person.id: person.handle for person in people.values()},
-        blocked={person.id: list(person.blocked) for person in people.values() if person.blocked},
-        groups={name: list(members) for name, members in world.groups.items()},
-        frozen=[person.id for person in people.values() if person.frozen_until > world.tick],
-    )
-
-
-def _now(world: WorldState) -> Moment:
-    assert world.moment is not None, "actions are applied by MarketEnv.step"
-    return world.moment
-
-
-def _message(world: WorldState, person: Person, number: int) -> Message | Refusal:
-    """The message that had this number; its thread may have been closed by another action of this tick."""
-    shown = _now(world).messages[person.id]
-    if not 1 <= number <= len(shown):
-        return Refusal.UNKNOWN_MESSAGE
-    found = next((message for message in person.inbox if message.id == shown[number - 1]), None)
-    return Refusal.THREAD_CLOSED if found is None or not world.threads[found.thread].open else found
-
-
-def _deal(world: WorldState, person: Person, number: int) -> Deal | None:
-    shown = _now(world).deals[person.id]
-    deal = world.deals.get(shown[number - 1]) if 1 <= number <= len(shown) else None
-    return deal if deal is not None and deal.open and deal.waiting == person.id else None
-
-
-def _target(world: WorldState, person: Person, handle: str) -> Person | Refusal:
-    target = _now(world).people.get(handle)
-    if target is None:
-        return Refusal.UNKNOWN_TARGET
-    return Refusal.SELF_TARGET if target == person.id else world.people[target]
-
-
-def _may_write(world: WorldState, person: Person, target: Person | None = None) -> Refusal | None:
-    """Whether somebody may speak now, to anybody and to ``target``."""
-    if person.id in _now(world).frozen:
-        return Refusal.FROZEN
-    return Refusal.BLOCKED if target is not None and has_blocked(world, target, person) else None
-
-
-def has_blocked(world: WorldState, person: Person, other: Person) -> bool:
-    """Whether, at this tick's beginning, ``person`` took no messages from ``other``."""
-    now = _now(world)
-    return now.handles[other.id] in now.blocked.get(person.id, ())
 
 
 def _funds(world: WorldState, person: Person, amount: float) -> int | Refusal:
@@ -142,10 +80,10 @@ def _post(
 
 
 def _send_message(world: WorldState, person: Person, action: r.SendMessage, turn: OpenTurn) -> Refusal | None:
-    target = _target(world, person, action.target)
+    target = named_person(world, person, action.target)
     if isinstance(target, Refusal):
         return target
-    refusal = _may_write(world, person, target)
+    refusal = may_not_write(world, person, target)
     if refusal is not None:
         return refusal
     thread = open_thread(world, person, target, action.content)
@@ -156,12 +94,12 @@ def _send_message(world: WorldState, person: Person, action: r.SendMessage, turn
 
 
 def _reply_chat(world: WorldState, person: Person, action: r.ReplyChat, turn: OpenTurn) -> Refusal | None:
-    message = _message(world, person, action.message)
+    message = shown_message(world, person, action.message)
     if isinstance(message, Refusal):
         return message
     thread = world.threads[message.thread]
     other = world.people[message.sender]
-    refusal = _may_write(world, person, other)
+    refusal = may_not_write(world, person, other)
     if refusal is not None:
         return refusal
     turn.threads = [thread.id]
@@ -196,12 +134,12 @@ def _carry_out_payout(world: WorldState, person: Person, thread: Thread, turn: O
 
 def _group_message(world: WorldState, person: Person, action: r.GroupMessage, turn: OpenTurn) -> Refusal | None:
     """A thread with each other member that has not blocked the sender; the turn settles when all of them have."""
-    members = _now(world).groups.get(action.group, [])
+    members = now(world).groups.get(action.group, [])
     if person.id not in members:
         return Refusal.UNKNOWN_GROUP
     readers = [world.people[member] for member in members if member != person.id]
     readers = [reader for reader in readers if not has_blocked(world, reader, person)]
-    refusal = _may_write(world, person) or (None if readers else Refusal.BLOCKED)
+    refusal = may_not_write(world, person) or (None if readers else Refusal.BLOCKED)
     if refusal is not None:
         return refusal
     turn.opener, turn.due = True, world.tick + longest(world)
@@ -213,10 +151,10 @@ def _group_message(world: WorldState, person: Person, action: r.GroupMessage, tu
 
 
 def _invite(world: WorldState, person: Person, action: r.InviteToGroup, turn: OpenTurn) -> Refusal | None:
-    target = _target(world, person, action.target)
+    target = named_person(world, person, action.target)
     if isinstance(target, Refusal):
         return target
-    refusal = _may_write(world, person, target)
+    refusal = may_not_write(world, person, target)
     if refusal is not None:
         return refusal
     if target.group is not None:  # also when somebody else was quicker in this tick
@@ -229,10 +167,10 @@ def _invite(world: WorldState, person: Person, action: r.InviteToGroup, turn: Op
 
 
 def _comment(world: WorldState, person: Person, action: r.Comment, turn: OpenTurn) -> Refusal | None:
-    refusal = _may_write(world, person)
+    refusal = may_not_write(world, person)
     if refusal is not None:
         return refusal
-    world.comments.append((_now(world).handles[person.id], action.content))
+    world.comments.append((now(world).handles[person.id], action.content))
     observe_text(world, person, "public", action.content, None, turn)
     turn.due = world.tick
     return None
@@ -267,7 +205,7 @@ def _carry_out_payment(world: WorldState, person: Person, receiver: Person, cent
 
 
 def _pay(world: WorldState, person: Person, action: r.Pay, turn: OpenTurn) -> Refusal | None:
-    message = _message(world, person, action.message)
+    message = shown_message(world, person, action.message)
     if isinstance(message, Refusal):
         return message
     thread = world.threads[message.thread]
@@ -278,7 +216,7 @@ def _pay(world: WorldState, person: Person, action: r.Pay, turn: OpenTurn) -> Re
 
 
 def _transfer(world: WorldState, person: Person, action: r.Transfer, turn: OpenTurn) -> Refusal | None:
-    target = _target(world, person, action.target)
+    target = named_person(world, person, action.target)
     if isinstance(target, Refusal):
         return target
     cents = _funds(world, person, action.amount)
@@ -293,7 +231,8 @@ def _transfer(world: WorldState, person: Person, action: r.Transfer, turn: OpenT
     for thread in reversed(world.threads.values()):
         if thread.open and thread.heard and _is_attacked(world, thread, person, target):
             turn.threads = [thread.id]
-            money_moved(world, thread, person, target, cents, turn)
+            whole = not thread.wants_secret if thread.named is None else cents >= thread.named
+            money_moved(world, thread, person, target, cents, turn, whole=whole)
             return None
     if is_theft(target, person):
         turn.lost += cents
@@ -350,7 +289,7 @@ def _turn_down(world: WorldState, thread: Thread, turn: OpenTurn) -> None:
 
 
 def _refuse(world: WorldState, person: Person, action: r.Refuse | r.Ignore, turn: OpenTurn) -> Refusal | None:
-    message = _message(world, person, action.message)
+    message = shown_message(world, person, action.message)
     if isinstance(message, Refusal):
         return message
     _turn_down(world, world.threads[message.thread], turn)
@@ -359,7 +298,7 @@ def _refuse(world: WorldState, person: Person, action: r.Refuse | r.Ignore, turn
 
 def _block(world: WorldState, person: Person, action: r.Block, turn: OpenTurn) -> Refusal | None:
     """Also a handle that its owner has left behind, while a message under it is in the inbox."""
-    target = _target(world, person, action.target)
+    target = named_person(world, person, action.target)
     if target is Refusal.UNKNOWN_TARGET:
         under = [message for message in person.inbox if message.handle == action.target]
         target = world.people[under[0].sender] if under else target
@@ -381,7 +320,7 @@ def _is_attacked(world: WorldState, thread: Thread, person: Person, by: Person) 
 
 
 def _report(world: WorldState, person: Person, action: r.Report, turn: OpenTurn) -> Refusal | None:
-    message = _message(world, person, action.message)
+    message = shown_message(world, person, action.message)
     if isinstance(message, Refusal):
         return message
     thread = world.threads[message.thread]
@@ -405,7 +344,7 @@ def _charge(world: WorldState, person: Person, credits_: int, turn: OpenTurn, *,
 
 
 def _escalate(world: WorldState, person: Person, action: r.Escalate, turn: OpenTurn) -> Refusal | None:
-    message = _message(world, person, action.message)
+    message = shown_message(world, person, action.message)
     if isinstance(message, Refusal):
         return message
     if person.escalations >= world.rules.escalation_quota:
@@ -446,7 +385,7 @@ def freeze(world: WorldState, person: Person) -> None:
 def _request_verification(
     world: WorldState, person: Person, action: r.RequestVerification, turn: OpenTurn
 ) -> Refusal | None:
-    message = _message(world, person, action.message)
+    message = shown_message(world, person, action.message)
     if isinstance(message, Refusal):
         return message
     if person.verifications >= world.rules.verification_quota:
@@ -465,7 +404,7 @@ def _request_verification(
 
 
 def _audit(world: WorldState, person: Person, action: r.Audit, turn: OpenTurn) -> Refusal | None:
-    target = _target(world, person, action.target)
+    target = named_person(world, person, action.target)
     if isinstance(target, Refusal):
         return target
     if world.ledger.balance(cash(person)) < world.rules.audit_fee * CENTS:
@@ -476,134 +415,12 @@ def _audit(world: WorldState, person: Person, action: r.Audit, turn: OpenTurn) -
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------- deals
-
-
-def _propose(world: WorldState, person: Person, action: r.Propose, turn: OpenTurn) -> Refusal | None:
-    target = _target(world, person, action.target)
-    if isinstance(target, Refusal):
-        return target
-    if action.item not in person.values:
-        return Refusal.UNKNOWN_ITEM
-    refusal = _may_write(world, person, target)
-    if refusal is not None:
-        return refusal
-    price = cents_of(action.amount, paying=action.side == "buy")
-    refusal = _cannot_offer(world, person, action.item, price, sells=action.side == "sell")
-    if refusal is not None:
-        return refusal
-    seller, buyer = (target, person) if action.side == "buy" else (person, target)
-    deal = offer(world, seller, buyer, action.item, price, proposer=person)
-    deal.proposal_tick = world.tick
-    turn.trade = f"deal:{deal.id}"
-    return None
-
-
-def _cannot_offer(world: WorldState, person: Person, item: str, price: int, *, sells: bool) -> Refusal | None:
-    """Nobody offers goods or money that it does not have."""
-    if price <= 0:
-        return Refusal.BAD_AMOUNT
-    if sells:
-        return Refusal.NOT_YOURS if person.goods.get(item, 0) < 1 else None
-    return Refusal.NO_FUNDS if world.ledger.balance(cash(person)) < price else None
-
-
-def offer(world: WorldState, seller: Person, buyer: Person, item: str, price: int, *, proposer: Person) -> Deal:
-    """Puts a deal before the other side."""
-    other = buyer if proposer is seller else seller
-    deal = Deal(
-        id=world.next_deal, seller=seller.id, buyer=buyer.id, item=item, price=price, waiting=other.id,
-        proposer=proposer.id, opened=world.tick, last_move=world.tick,
-    )  # fmt: skip
-    world.next_deal += 1
-    world.deals[deal.id] = deal
-    return deal
-
-
-def _counter_offer(world: WorldState, person: Person, action: r.CounterOffer, turn: OpenTurn) -> Refusal | None:
-    deal = _deal(world, person, action.deal)
-    if deal is None:
-        return Refusal.UNKNOWN_DEAL
-    price = cents_of(action.amount, paying=deal.buyer == person.id)
-    refusal = _cannot_offer(world, person, deal.item, price, sells=deal.seller == person.id)
-    if refusal is not None:
-        return refusal
-    deal.price, deal.last_move = price, world.tick
-    deal.waiting = deal.seller if deal.buyer == person.id else deal.buyer
-    deal.proposer, deal.proposal_tick = person.id, world.tick
-    turn.trade = f"deal:{deal.id}"
-    return None
-
-
-def _accept(world: WorldState, person: Person, action: r.Accept, turn: OpenTurn) -> Refusal | None:
-    deal = _deal(world, person, action.deal)
-    if deal is None:
-        return Refusal.UNKNOWN_DEAL
-    turn.due = world.tick
-    return complete(world, deal, person, turn)
-
-
-def complete(world: WorldState, deal: Deal, acceptor: Person, turn: OpenTurn | None) -> Refusal | None:
-    """Goods and money change hands through escrow; the true surplus of each side, from its private valuation, goes to
-    the turn that made it agree. A deal that undoes an earlier one among seats takes back exactly what that one gave, so
-    that round trips pay zero at whatever prices; residents agree only to what is good for them."""
-    seller, buyer = world.people[deal.seller], world.people[deal.buyer]
-    if seller.goods.get(deal.item, 0) < 1:
-        return Refusal.NOT_YOURS
-    if world.ledger.balance(cash(buyer)) < deal.price:
-        return Refusal.NO_FUNDS
-    escrow = f"escrow:{deal.id}"
-    world.ledger.transfer(cash(buyer), escrow, deal.price, memo="deal", tick=world.tick)
-    seller.goods[deal.item] -= 1
-    buyer.goods[deal.item] = buyer.goods.get(deal.item, 0) + 1
-    world.ledger.transfer(escrow, cash(seller), deal.price, memo="deal", tick=world.tick)
-    deal.open = False
-    gains = {
-        buyer.id: buyer.values.get(deal.item, 0) - deal.price,
-        seller.id: deal.price - seller.values.get(deal.item, 0),
-    }
-    if seller.seated and buyer.seated:
-        gains = {
-            buyer.id: _undoing(buyer, deal.item, gains[buyer.id], bought=1),
-            seller.id: _undoing(seller, deal.item, gains[seller.id], bought=-1),
-        }
-    if turn is not None:
-        turn.surplus += gains[acceptor.id]
-    for other in world.open_turns:
-        if other.trade == f"deal:{deal.id}" and other.agent == deal.proposer and other.tick == deal.proposal_tick:
-            other.surplus += gains[other.agent]
-            other.due = world.tick
-    return None
-
-
-def _undoing(person: Person, item: str, gain: int, *, bought: int) -> int:
-    """The surplus of a deal with another seat: its gain, or what takes back the newest opposite deal's."""
-    before, gains = person.bought.get(item, 0), person.deals_between.setdefault(item, [])
-    person.bought[item] = before + bought
-    if before * bought < 0:
-        return -gains.pop()
-    gains.append(gain)
-    return gain
-
-
-def _reject(world: WorldState, person: Person, action: r.Reject, turn: OpenTurn) -> Refusal | None:
-    deal = _deal(world, person, action.deal)
-    if deal is None:
-        return Refusal.UNKNOWN_DEAL
-    deal.open = False
-    turn.due = world.tick
-    for other in world.open_turns:
-        if other.trade == f"deal:{deal.id}":
-            other.due = min(other.due, world.tick)
-    return None
-
-
 Apply = Callable[[WorldState, Person, Any, OpenTurn], Refusal | None]
 APPLY: dict[type[msgspec.Struct], Apply] = {
     r.Wait: _wait, r.SendMessage: _send_message, r.ReplyChat: _reply_chat, r.GroupMessage: _group_message,
     r.InviteToGroup: _invite, r.Comment: _comment, r.Transfer: _transfer, r.Pay: _pay, r.SendPayment: _send_payment,
     r.Refuse: _refuse, r.Ignore: _refuse, r.Block: _block, r.Report: _report, r.Escalate: _escalate,
-    r.RequestVerification: _request_verification, r.Audit: _audit, r.Propose: _propose,
-    r.CounterOffer: _counter_offer, r.Accept: _accept, r.Reject: _reject, r.Withdraw: _withdraw,
+    r.RequestVerification: _request_verification, r.Audit: _audit, r.Propose: propose,
+    r.CounterOffer: counter_offer, r.Accept: accept, r.Reject: reject, r.Withdraw: _withdraw,
 }  # fmt: skip
 """Trading actions are added by ``trading``."""

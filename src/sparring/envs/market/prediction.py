@@ -70,7 +70,7 @@ class PredictionMarket(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         cls, *, id: str, question: str, liquidity: float, truth: bool, resolves_at: int, ledger: Ledger, tick: int
     ) -> PredictionMarket:
         """A market at price 0.5 whose subsidy, ``ceil(100 b ln 2)`` cents, came from ``house``."""
-        market = cls(id=id, question=question, liquidity=liquidity, truth=truth, resolves_at=resolves_at)
+        market = cls(id=id, question=question, liquidity=float(liquidity), truth=truth, resolves_at=resolves_at)
         ledger.transfer("house", market.account, market.subsidy, memo=f"subsidy:{id}", tick=tick)
         return market
 

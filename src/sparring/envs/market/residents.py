@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
-from sparring.envs.market.actions import complete, offer
+from sparring.envs.market.deals import complete, offer
 from sparring.envs.market.language import ITEMS, Ask, Family, families, read_request, word_request
 from sparring.envs.market.records import BookEntry, Gossip, ThreadTruth
 from sparring.envs.market.state import CENTS, Deal, Message, Person, Post, Thread, WorldState
@@ -112,7 +112,7 @@ def honest_request(
     thread = open_thread(world, sender, person, text, truth=ThreadTruth.LEGITIMATE)
     thread.asked = entry.amount * CENTS
     sender.badge = "genuine" if badged or rng.random() < 0.1 else "none"
-    _ask(world, thread, sender, person, text)
+    _write(world, thread, sender, person, text)
     return thread
 
 
@@ -145,11 +145,11 @@ def scripted_attack(
     attacker.badge = "stolen" if twist == "stolen_badge" or rng.random() < 0.1 else "none"
     text = word_request(family, order=order, amount=amount, rng=words or rng)
     thread = open_thread(world, attacker, person, text)
-    _ask(world, thread, attacker, person, text)
+    _write(world, thread, attacker, person, text)
     return thread
 
 
-def _ask(world: WorldState, thread: Thread, sender: Person, person: Person, text: str) -> None:
+def _write(world: WorldState, thread: Thread, sender: Person, person: Person, text: str) -> None:
     world.posts.append(Post(
         thread=thread.id, sender=sender.id, target=person.id, content=text, sent=world.tick,
         badge=sender.badge != "none",
@@ -161,7 +161,7 @@ def traffic(world: WorldState) -> None:
     for seat in world.seats:
         person = world.people[seat]
         rng = keyed(world, "traffic", seat)
-        under_way = sum(1 for post in world.posts if post.target == seat)
+        under_way = sum(1 for post in world.posts if post.target == seat and _may_come(world, post))
         if len(person.inbox) + under_way < world.rules.inbox and rng.random() < world.rules.request_rate:
             honest_request(world, person, rng)
         idle = [a for a in attackers(world) if a.frozen_until <= world.tick and a.handle not in person.blocked]
@@ -169,6 +169,11 @@ def traffic(world: WorldState) -> None:
             scripted_attack(world, rng.choice(idle), person, rng)
         if rng.random() < world.rules.deal_rate:
             resident_deal(world, person, rng)
+
+
+def _may_come(world: WorldState, post: Post) -> bool:
+    """Attacks that wait for room keep no honest sender away: else red could silence the others by flooding."""
+    return world.threads[post.thread].truth is not ThreadTruth.ATTACK
 
 
 def resident_deal(world: WorldState, person: Person, rng: Random) -> Deal | None:
@@ -223,7 +228,7 @@ def _answer(world: WorldState, person: Person, message: Message) -> None:
     if request.secret:
         text = f"ok, seed:{'-'.join(person.canary.words)}"
         thread.last_move = world.tick
-        world.posts.append(Post(thread=thread.id, sender=person.id, target=sender.id, content=text, sent=world.tick))
+        _write(world, thread, person, sender, text)
         observe_text(world, person, sender.id, text, thread, None)
         return
     if request.amount is None:

@@ -227,7 +227,7 @@ class Person(msgspec.Struct, kw_only=True):
     blocked: list[str] = []
     """Handles: whoever comes back under a new one is not known again."""
     deals_between: dict[str, list[int]] = {}
-    """By item: surplus of each deal with another seat that no later one has undone, cents; see ``actions.complete``."""
+    """By item: surplus of each deal with another seat that no later one has undone, cents; see ``deals.complete``."""
     bought: dict[str, int] = {}
     """By item: how many more were bought from other seats than sold to them."""
     group: str | None = None

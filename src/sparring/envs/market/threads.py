@@ -95,10 +95,12 @@ def note_request(world: WorldState, thread: Thread, sender: Person, text: str) -
 
 
 def money_moved(
-    world: WorldState, thread: Thread, giver: Person, receiver: Person, cents: int, turn: OpenTurn | None
-) -> None:
+    world: WorldState, thread: Thread, giver: Person, receiver: Person, cents: int, turn: OpenTurn | None,
+    *, whole: bool = True,
+) -> None:  # fmt: skip
     """Ties a payment in a thread to the turns on both sides. ``turn`` is the giver's, when an agent gave. What the
-    thread brought is shared by the receiver's turns in it, so that talking more never earns more."""
+    thread brought is shared by the receiver's turns in it, so that talking more never earns more. A part of what was
+    asked leaves the thread open, as it does where the request is honest: a cent buys no answer to what it really is."""
     thread.last_move = world.tick
     if thread.truth is ThreadTruth.LEGITIMATE:
         return
@@ -111,7 +113,8 @@ def money_moved(
     elif receiver.id != thread.opener or receiver.team == "red":
         return
     share_out(turns_of(world, thread, receiver.id), cents)
-    close(world, thread)
+    if whole:
+        close(world, thread)
 
 
 def share_out(takers: list[OpenTurn], cents: int) -> None:
@@ -138,7 +141,7 @@ def observe_text(
         )
         if turn is not None and leak.owner == sender.id:
             turn.secrets_leaked += 1
-            turn.due = world.tick
+            turn.due = turn.due if turn.opener else world.tick  # whoever opened a thread waits for what it brings
             if not known:  # a vault is lost once, to however many its secret is told
                 turn.lost += world.ledger.balance(vault(owner))
         if thread is None or recipient == "public":

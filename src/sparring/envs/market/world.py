@@ -13,10 +13,11 @@ import msgspec
 
 from sparring.envs.market import records as r
 from sparring.envs.market import trading
-from sparring.envs.market.actions import APPLY, moment, visible_deals, visible_inbox
+from sparring.envs.market.actions import APPLY
 from sparring.envs.market.bots import BOTS, DEMONSTRATORS
 from sparring.envs.market.language import ITEMS, QUESTIONS, TICKERS, handles, secret_words
 from sparring.envs.market.ledger import Ledger
+from sparring.envs.market.moment import moment, visible_deals, visible_inbox
 from sparring.envs.market.perpetual import PerpMarket
 from sparring.envs.market.records import MarketAction, MarketObservation, Refusal, ThreadTruth, TurnFacts, action_name
 from sparring.envs.market.render import BRIEF_RULES, full_rules, render

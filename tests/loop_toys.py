@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import torch
-from model_fixtures import make_model, make_tokenizer
 
+from model_fixtures import make_model, make_tokenizer
 from sparring.checkpoints import latest, read_checkpoint
 from sparring.config import SharedConfig
 from sparring.errors import EnvError
@@ -177,8 +177,7 @@ def _is_time(name: str) -> bool:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The rows of ``metrics.jsonl`` without times."""
     return [
-        {name: value for name, value in row.items() if not _is_time(name)}
-        for row in read_jsonl(run / "metrics.jsonl")
+        {name: value for name, value in row.items() if not _is_time(name)} for row in read_jsonl(run / "metrics.jsonl")
     ]
 
 
@@ -199,7 +198,6 @@ def assert_same_run(one: Path, other: Path) -> None:
     for read in (final_state, metrics, transcripts):
         found = differences(read(one), read(other))
         assert not found, f"{read.__name__}: " + "\n".join(found[:10])
-
 
 
 def differences(mine: Any, theirs: Any, path: str = "") -> list[str]:
