@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import time
 from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -89,7 +88,7 @@ def recital(user: str, seen: MarketObservation, rng: random.Random) -> Example:
 def drill(rng: random.Random, longest: int = 20) -> Example:
     """One exercise in copying, looking up and comparing, with words of the market: a list of up to ``longest`` lines,
     and questions on it."""
-    count = rng.randint(3, longest)
+    count = rng.randint(1, longest)
     handles = rng.sample(DRILL_HANDLES, count + 1)
     orders = rng.sample(range(10, 100), count + 1)
     amounts = [rng.randint(2, 9) * 10 for _ in range(count + 1)]
@@ -97,7 +96,7 @@ def drill(rng: random.Random, longest: int = 20) -> Example:
     lines = [f"#{o} {h} ${a}" for o, h, a in zip(orders[:count], handles[:count], amounts[:count], strict=True)]
     asked = rng.sample(range(count), min(count, 5))
     kind = rng.randrange(4)
-    listed = lines[: count // 2] + [f"seed:{seed}"] + lines[count // 2 :]
+    listed = [*lines[: count // 2], f"seed:{seed}", *lines[count // 2 :]]
     if kind == 0:
         return "Copy.", "\n".join(listed), "\n".join([f"seed:{seed}", *lines[:5]])
     if kind == 1:
@@ -171,6 +170,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
     return [*prompt, *plain(reply), end], len(prompt)
 
 
+STRETCH = ((0.35, 2), (0.55, 4), (0.75, 8), (1.0, 20))
+"""Longest list of the drills, up to each share of the drill steps."""
 Rows = list[tuple[list[int], int]]
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 PART_TOKENS = 2048
@@ -234,37 +235,48 @@ def train(args: argparse.Namespace) -> None:
     first, recitals = bot_play(10_000, 12)
     drills = [drill(random.Random(f"tokens/{i}")) for i in range(500)]
     tokenizer = make_tokenizer([example for _, example in first] + drills + recitals[:500])
+    heads = args.width // 32
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=args.width * 13 // 4, num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 32, num_key_value_heads=args.width // 32, max_position_embeddings=1024,
-        tie_word_embeddings=True, initializer_range=args.init, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=args.width,
+        intermediate_size=args.width * 13 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=args.init,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     held_play, held_recitals = bot_play(20_000, 2)
-    held = [encode(tokenizer, example) for _, example in held_play]
-    test_drills = [encode(tokenizer, drill(random.Random(f"held/{i}"), 4)) for i in range(80)]
-    test_drills += [encode(tokenizer, drill(random.Random(f"held/{i}"))) for i in range(80)]
-    test_recitals = [encode(tokenizer, example) for example in held_recitals[:160]]
+    held = [encode(tokenizer, example) for _, example in held_play[:160]]
+    test_drills = [encode(tokenizer, drill(random.Random(f"held/{i}"), 4)) for i in range(40)]
+    test_drills += [encode(tokenizer, drill(random.Random(f"held/{i}"))) for i in range(40)]
+    test_recitals = [encode(tokenizer, example) for example in held_recitals[:60]]
     losses = torch.compile(losses_of, dynamic=True) if args.compile else losses_of
-    begin, step, round_ = time.time(), 0, 0
+    begin, step, round_ = time.time(), args.from_step, args.from_step
+    if args.from_step:  # weights only: the moments of an interrupted run are gone
+        model.load_state_dict(load_file(Path(args.out) / "model.safetensors"), strict=False)
     while step < args.steps:
         rng = random.Random(f"round/{round_}")
         play, recitals = bot_play(round_, 8 if step >= args.drill_steps else 1)
         counts = Counter(name for name, _ in play)
         rng.shuffle(recitals)
         if step < args.drill_steps:
-            # Copying forms on short lists, within 300 steps, and is then stretched to the length of a prompt.
-            longest = 4 + max(0, 32 * step // args.drill_steps - 16)
+            # Copying forms on the shortest lists, within some 200 steps, and is then stretched to a prompt's length.
+            longest = next(lines for share, lines in STRETCH if step < share * args.drill_steps)
             rows = [drill(rng, longest) for _ in range(1600)]
         else:
             part = int(len(play) * args.drills)
             rows = [example for _, example in play] + recitals[:part] + [drill(rng) for _ in range(part)]
         size = args.batch if step >= args.drill_steps else 64
         for chunk in chunks_of([encode(tokenizer, example) for example in rows], size, rng):
-            warm, left = min(1.0, (step + 1) / 200), 0.5 * (1 + math.cos(math.pi * min(1.0, step / args.steps)))
+            warm, left = min(1.0, (step + 1) / 50), min(1.0, 2 * (1 - step / args.steps))
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * warm * (0.03 + 0.97 * left)
             total = sum(len(targets) for _, _, targets in chunk)
@@ -277,11 +289,14 @@ def train(args: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if step % 100 == 0 or step == args.steps:
+            if step % 150 == 0 or step == args.steps:
                 figures = measure(model, held)
                 drilled, recited = measure(model, test_drills), measure(model, test_recitals)
-                print(f"step {step} {time.time() - begin:.0f}s loss {loss.item():.3f} play {figures} drills {drilled} "
-                      f"recitals {recited}", flush=True)
+                print(
+                    f"step {step} {time.time() - begin:.0f}s loss {loss.item():.3f} play {figures} drills {drilled} "
+                    f"recitals {recited}",
+                    flush=True,
+                )
                 save(model, tokenizer, Path(args.out))
             if step >= args.steps:
                 break
@@ -307,7 +322,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="src/sparring/assets/tiny")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)
@@ -316,6 +331,7 @@ if __name__ == "__main__":
     parser.add_argument("--drill-steps", type=int, default=700, help="first steps, on nothing but drills")
     parser.add_argument("--init", type=float, default=0.06, help="standard deviation of the first weights")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--from-step", type=int, default=0, help="go on from the weights in --out")
     parser.add_argument("--compile", action="store_true", help="several times faster; wants a C++ compiler")
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args())

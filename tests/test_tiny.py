@@ -65,9 +65,8 @@ def test_the_start_is_honest(tiny: CausalLM) -> None:
                 copies += _copies(turn.action, shown[turn.id.agent])  # type: ignore[arg-type]
             advance(table, one, players, reward)
             accepted += sum(person.notice is None for person in table.env.world.people.values() if person.seated)  # type: ignore[attr-defined]
-    print(
-        f"replies {replies}, read as actions {valid / replies:.3f}, accepted {accepted / replies:.3f}, copies {sum(copies)}/{len(copies)}"
-    )
+    figures = f"valid {valid / replies:.3f} accepted {accepted / replies:.3f} copies {sum(copies)}/{len(copies)}"
+    print(figures)
     assert valid / replies >= 0.90
     assert accepted / replies >= 0.80
     assert len(copies) >= 50
