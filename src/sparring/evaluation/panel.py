@@ -70,7 +70,12 @@ def _decide(
         requests.append(SampleRequest(prompt_ids=prompt.token_ids, key=(seed, number)))
     replies = InProcessSampler(policy).sample(requests, settings)
     return [
-        parse_action(policy.chat.decode(reply.token_ids), env.action_type, truncated=reply.truncated)
+        parse_action(
+            policy.chat.decode(reply.token_ids),
+            env.action_type,
+            truncated=reply.truncated,
+            thinking_opened=policy.chat.thinking_opened,
+        )
         for (_, _, env, _), reply in zip(places, replies, strict=True)
     ]
 

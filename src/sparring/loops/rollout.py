@@ -156,7 +156,12 @@ def decide(
         for asked, reply in zip(asked_of, replies, strict=True):
             table = tables[asked.index]
             text = player.policy.chat.decode(reply.token_ids)
-            action = parse_action(text, table.env.action_type, truncated=reply.truncated)
+            action = parse_action(
+                text,
+                table.env.action_type,
+                truncated=reply.truncated,
+                thinking_opened=player.policy.chat.thinking_opened,
+            )
             actions[asked.index][asked.seat.agent] = action
             turns[asked.index].append(Turn(
                 id=TurnId(episode=table.episode, agent=asked.seat.agent, tick=table.tick), team=asked.seat.team,
@@ -268,7 +273,12 @@ def save_turn(turn: Turn) -> SavedTurn:
 
 
 def load_turn(saved: SavedTurn, policy: CausalLM, action_type: Any) -> Turn:
-    action = parse_action(policy.chat.decode(saved.reply_ids), action_type, truncated=saved.truncated)
+    action = parse_action(
+        policy.chat.decode(saved.reply_ids),
+        action_type,
+        truncated=saved.truncated,
+        thinking_opened=policy.chat.thinking_opened,
+    )
     fields = {name: getattr(saved, name) for name in SavedTurn.__struct_fields__ if name != "truncated"}
     return Turn(action=action, **fields)
 

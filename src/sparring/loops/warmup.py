@@ -343,7 +343,10 @@ def _valid_share(
     requests = [SampleRequest(prompt_ids=q.prompt_ids, key=(seed, number)) for number, q in enumerate(questions)]
     failures: Counter[str] = Counter()
     for reply in InProcessSampler(policy).sample(requests, SamplingSettings()):
-        action = parse_action(policy.chat.decode(reply.token_ids), env.action_type, truncated=reply.truncated)
+        action = parse_action(
+            policy.chat.decode(reply.token_ids), env.action_type, truncated=reply.truncated,
+            thinking_opened=policy.chat.thinking_opened,
+        )  # fmt: skip
         if isinstance(action, ParseFailure):
             failures[action.kind.value] += 1
     return 1 - failures.total() / len(questions), dict(failures)
