@@ -64,15 +64,28 @@ def demo(config: DemoConfig) -> DemoReport:
 
 
 def verdict(report: EvalReport) -> str:
-    """What may be claimed, and what not."""
-    loss, cloned = report.reductions["blue_loss"], report.over_cloned["blue_loss"]
-    service, takings = report.over_start["service"], report.over_start["red_takings"]
-    return (
-        f"Blue loses {loss.value:.0%} less an attack than at the start (interval {loss.low:.0%} to {loss.high:.0%}), "
-        f"{-cloned.value:.1f} credits less than filtered cloning ({-cloned.high:.1f} to {-cloned.low:.1f}).\n"
-        f"It serves {service.value:+.0%} of honest requests ({service.low:+.0%} to {service.high:+.0%}); "
-        f"red takes {takings.value:+.1f} credits more an opportunity ({takings.low:+.1f} to {takings.high:+.1f}).\n"
-        f"The run is in {report.run}. This shows that the machinery learns, on a model of a million parameters: it says "
-        "nothing of what larger models would do.\n"
-        f"Next: sparring eval {report.run} --json   |   sparring play market   |   sparring train shared --help"
+    """What this run shows, claim by claim, and what it does not."""
+    start, cloned = report.over_start, report.over_cloned
+    reduction = report.reductions["blue_loss"]
+    claims = (
+        (
+            "blue loses at least 40 % less an attack than at the start",
+            reduction.low > 0 and reduction.value >= 0.4,
+            reduction,
+        ),
+        ("blue loses less than the clone", cloned["blue_loss"].high < 0, cloned["blue_loss"]),
+        ("blue serves no fewer honest requests", start["service"].value >= 0, start["service"]),
+        ("red takes more", start["red_takings"].low > 0, start["red_takings"]),
+    )
+    lines = [
+        f"{'shown    ' if holds else 'not shown'}  {claim}: {e.value:+.2f} ({e.low:+.2f} to {e.high:+.2f}), n = {e.n}"
+        for claim, holds, e in claims
+    ]
+    return "\n".join(
+        [
+            *lines,
+            f"The run is in {report.run}. A model of a million parameters shows whether the machinery learns, and nothing of",
+            "what larger models would do.",
+            f"Next: sparring eval {report.run} --json   |   sparring play market   |   sparring train shared --help",
+        ]
     )
