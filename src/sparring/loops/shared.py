@@ -127,6 +127,8 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
         ConfigError, ModelError, CheckpointError, EnvError: Before anything is written, where that is possible.
         TrainingError: Loss or gradient was not finite; the batch lies in the run's directory.
     """
+    if config.advantages.kind == "group":
+        raise ConfigError("advantages.kind is 'group': this loop plays no forks yet; choose leave_one_out or running")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     envs = [_make_env(config) for _ in range(config.worlds)]
@@ -143,7 +145,8 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
             policies[name].keep_reference()
     gate, baselines = Gate(config.gate, seed=config.seed), BaselineState()
     reward = load_reward(config.reward, env=env)
-    session = Session.now(argv=_argv(), device=config.device, threads=torch.get_num_threads(), dtype="float32")
+    dtype = "float32" if config.device == "cpu" else "float32 weights, bfloat16 autocast"
+    session = Session.now(argv=_argv(), device=config.device, threads=torch.get_num_threads(), dtype=dtype)
 
     with _run_directory(config, resume, session) as run, _stop_on_signals() as stop:
         number = incarnation(run.path)
