@@ -101,10 +101,10 @@ def drill(rng: random.Random, longest: int = 20) -> Example:
         return "Copy.", "\n".join(listed), "\n".join([f"seed:{seed}", *lines[:5]])
     if kind == 1:
         answers = [f"#{orders[k]} {handles[k]} ${amounts[k]}" for k in asked]
-        return "Look up.", "\n".join(listed), "\n".join(answers)
+        return "Look up.", "\n".join([*listed, *(f"Find #{orders[k]}" for k in asked)]), "\n".join(answers)
     if kind == 2:
         answers = [f"{handles[k]} #{orders[k]} ${amounts[k]}" for k in asked]
-        return "Look up names.", "\n".join(listed), "\n".join(answers)
+        return "Look up.", "\n".join([*listed, *(f"Find {handles[k]}" for k in asked)]), "\n".join(answers)
     answers = []
     for k in asked:  # is this message what the list says?
         wrong = rng.randrange(6)
@@ -170,7 +170,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, example: Example) -> tuple[list[i
     return [*prompt, *plain(reply), end], len(prompt)
 
 
-STRETCH = ((0.35, 2), (0.55, 4), (0.75, 8), (1.0, 20))
+STRETCH = ((0.3, 6), (1.0, 20))
 """Longest list of the drills, up to each share of the drill steps."""
 Rows = list[tuple[list[int], int]]
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -228,6 +228,63 @@ def measure(model: LlamaForCausalLM, rows: Rows) -> dict[str, float]:
     return {"exact": whole / len(rows), "tokens": right / tokens, "reply_loss": loss / tokens}
 
 
+HEAD = 64
+THETA = 1e5
+MATCH = 32
+"""Size of a head, base of its rotations, and how many of its dimensions turn slowly enough (under 0.004 a token) to
+compare what stands hundreds of tokens apart."""
+
+
+@torch.no_grad()
+def begin_with_copying(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """First weights in which copying is there from the beginning: what stood before a token is written beside it (layer
+    0), and the next layers look for a place whose "before" is the token at hand and copy what stands there: the two
+    halves of an induction head (Olsson et al. 2022, arXiv:2209.11895). Left to chance they take thousands of steps to
+    form in a prompt of 230 tokens. Embeddings of one word with and without a space or sign begin near each other.
+    """
+    width = model.config.hidden_size
+    basis = torch.linalg.qr(torch.randn(width, width))[0].T
+    constant, before, words = basis[:1], basis[1 : 1 + MATCH], basis[1 + MATCH :]
+    std = model.config.initializer_range
+    stems: dict[str, torch.Tensor] = {}
+    embedding = model.model.embed_tokens.weight
+    for token, index in tokenizer.get_vocab().items():
+        stem = token.strip("Ġ@_-#:\"{},.")
+        shared = stems.setdefault(stem, torch.randn(len(words)))
+        own = torch.randn(len(words))
+        embedding[index] = std * ((0.7**0.5 * shared + 0.3**0.5 * own if stem else own) @ words + 2 * constant[0])
+    size = std * width**0.5  # norm of an embedding
+    half = HEAD // 2
+    slow = torch.cat([torch.arange(half - MATCH // 2, half), torch.arange(HEAD - MATCH // 2, HEAD)])
+    turns = THETA ** (-torch.arange(8) * 2 / HEAD)
+    for number, layer in enumerate(model.model.layers):
+        q, k, v, o = (getattr(layer.self_attn, f"{name}_proj").weight for name in "qkvo")
+        o *= 0.1  # what is not set by hand starts as a whisper beside the embeddings
+        layer.mlp.down_proj.weight *= 0.1
+        heads = range(2) if number == 0 else range(2) if number < 3 else range(1)
+        for head in heads:
+            at = slice(head * HEAD, (head + 1) * HEAD)
+            q[at], k[at], v[at] = 0.005 * torch.randn(3, HEAD, width)
+            o[:, at] = 0.003 * torch.randn(width, HEAD)
+            if number == 0:  # looks ``head + 1`` tokens back
+                for pair, turn in enumerate(turns):
+                    angle = turn * (head + 1)
+                    k[head * HEAD + pair] += 6 * constant[0]
+                    q[head * HEAD + pair] += 6 * torch.cos(angle) * constant[0]
+                    q[head * HEAD + half + pair] -= 6 * torch.sin(angle) * constant[0]
+                v[at][:MATCH] += words[:MATCH]
+                if head == 0:
+                    o[:, at][:, :MATCH] += size / width**0.5 * 1.5 * before.T
+                else:
+                    o[:, at][:, :MATCH] += size / width**0.5 * 0.5 * words[MATCH : 2 * MATCH].T
+            else:
+                part = words[head * MATCH : head * MATCH + HEAD]
+                q[at][slow] += 2.0 * words[:MATCH]
+                k[at][slow] += 2.0 * before
+                v[at][: len(part)] += part
+                o[:, at][:, : len(part)] += size / width**0.5 * part.T
+
+
 def train(args: argparse.Namespace) -> None:
     random.seed(0)
     torch.manual_seed(args.seed)
@@ -235,14 +292,15 @@ def train(args: argparse.Namespace) -> None:
     first, recitals = bot_play(10_000, 12)
     drills = [drill(random.Random(f"tokens/{i}")) for i in range(500)]
     tokenizer = make_tokenizer([example for _, example in first] + drills + recitals[:500])
-    heads = args.width // 32
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=args.width,
         intermediate_size=args.width * 13 // 4,
         num_hidden_layers=args.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads,
+        head_dim=HEAD,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=args.init,
@@ -251,6 +309,7 @@ def train(args: argparse.Namespace) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
+    begin_with_copying(model, tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     held_play, held_recitals = bot_play(20_000, 2)
@@ -274,7 +333,7 @@ def train(args: argparse.Namespace) -> None:
         else:
             part = int(len(play) * args.drills)
             rows = [example for _, example in play] + recitals[:part] + [drill(rng) for _ in range(part)]
-        size = args.batch if step >= args.drill_steps else 64
+        size = args.batch if step >= args.drill_steps else 48
         for chunk in chunks_of([encode(tokenizer, example) for example in rows], size, rng):
             warm, left = min(1.0, (step + 1) / 50), min(1.0, 2 * (1 - step / args.steps))
             for group in optimizer.param_groups:
@@ -289,7 +348,7 @@ def train(args: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if step % 150 == 0 or step == args.steps:
+            if step % 250 == 0 or step == args.steps:
                 figures = measure(model, held)
                 drilled, recited = measure(model, test_drills), measure(model, test_recitals)
                 print(
@@ -322,13 +381,14 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="src/sparring/assets/tiny")
-    parser.add_argument("--steps", type=int, default=3500)
-    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--drills", type=float, default=0.25, help="drills, and recitals, a play example")
-    parser.add_argument("--drill-steps", type=int, default=700, help="first steps, on nothing but drills")
+    parser.add_argument("--drill-steps", type=int, default=300, help="first steps, on nothing but drills")
     parser.add_argument("--init", type=float, default=0.06, help="standard deviation of the first weights")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--from-step", type=int, default=0, help="go on from the weights in --out")

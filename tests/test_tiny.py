@@ -15,7 +15,7 @@ from sparring.evaluation.panel import play_policy
 from sparring.loops.rollout import PolicyPlayer, advance, decide, open_table
 from sparring.models import TINY_DIRECTORY, load
 from sparring.policies.causal_lm import CausalLM
-from sparring.types import Outcome, Reward, SamplingSettings, Turn
+from sparring.types import SamplingSettings
 
 SETTINGS = SamplingSettings(max_new_tokens=64)
 
@@ -52,9 +52,6 @@ def test_the_start_is_honest(tiny: CausalLM) -> None:
     replies = valid = accepted = 0
     copies: list[bool] = []
 
-    def reward(turn: Turn, outcome: Outcome) -> Reward:
-        return Reward(total=0.0)
-
     for _ in range(8):
         seen = [table.env.observe() for table in tables]
         decided = decide(tables, players, SETTINGS, seed=7)
@@ -63,7 +60,7 @@ def test_the_start_is_honest(tiny: CausalLM) -> None:
                 replies += 1
                 valid += turn.valid
                 copies += _copies(turn.action, shown[turn.id.agent])  # type: ignore[arg-type]
-            advance(table, one, players, reward)
+            advance(table, one, players)
             accepted += sum(person.notice is None for person in table.env.world.people.values() if person.seated)  # type: ignore[attr-defined]
     figures = f"valid {valid / replies:.3f} accepted {accepted / replies:.3f} copies {sum(copies)}/{len(copies)}"
     print(figures)

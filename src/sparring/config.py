@@ -125,7 +125,7 @@ class SharedConfig:
     rules: Literal["brief", "full"] = "brief"
     """How much of the list of actions every prompt repeats."""
     players: Mapping[str, str] = field(default_factory=dict)
-    """Who plays a team: policy (default), bot:NAME, frozen:CHECKPOINT_OR_MODEL, openai:URL#MODEL."""
+    """Who plays a team: policy (default), bot:NAME, frozen:RUN_OR_MODEL (or RUN#POLICY), openai:URL#MODEL."""
     trainable: tuple[str, ...] = ()
     """Teams that learn; none named means every team that the policy plays."""
     adapters: Literal["none", "shared", "per_team"] = "none"
@@ -238,6 +238,8 @@ class EvalConfig:
     """Of the panel, the replies and the bootstrap."""
     step: int | None = None
     """Checkpoint to evaluate; none takes the newest."""
+    opponents: tuple[str, ...] = ()
+    """Runs or models whose attackers play live too, such as a red trained against this run's frozen blue."""
     cloning: bool = True
     """Train and show filtered cloning too: it is what a gain of RL must beat."""
     device: Device = "cpu"
@@ -411,6 +413,6 @@ def _player(name: str, player: str) -> None:
         fits = url.startswith(("http://", "https://")) and url.count("/") >= 2 and bool(model)
         form = "openai:http://HOST:PORT/v1#MODEL"
     else:
-        fits, form = bool(rest.strip()), "bot:NAME" if kind == "bot" else "frozen:CHECKPOINT_OR_MODEL"
+        fits, form = bool(rest.strip()), "bot:NAME" if kind == "bot" else "frozen:RUN_OR_MODEL"
     if not fits:
         raise ConfigError(f"{name} is {player!r}: write {form}")

@@ -96,10 +96,14 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
 def load_policy(name: str | Path, /, *, policy: str | None = None, step: int | None = None, **options: Any) -> CausalLM:
     """A policy to play with: of a run (its newest checkpoint, or that of ``step``), or a model by name or path.
 
+    ``RUN#POLICY`` names one policy of a run that trained several, as ``policy`` does.
+
     Raises:
         ConfigError: The run has several policies and ``policy`` names none of them.
         CheckpointError, ModelError: See there.
     """
+    if policy is None and not is_run(name) and is_run(str(name).rpartition("#")[0] or name):
+        name, _, policy = str(name).rpartition("#")
     if not is_run(name):
         return models.load(str(name), **options)
     run = find_run(name)

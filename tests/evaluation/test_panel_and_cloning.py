@@ -139,3 +139,24 @@ def test_a_run_is_evaluated_whole(settings: dict[str, Any], model: str) -> None:
     assert "trained - start" in report.render()
     again = evaluate_run(EvalConfig(run=run, situations=20, quiet=True))
     assert str(again.estimates) == str(report.estimates)
+
+
+def test_the_worst_opponent_is_found_among_start_trained_past_and_named_ones(model: str) -> None:
+    run = train_shared(small(model, ticks=3, adapters="per_team", min_batch=2, checkpoint={"every": 1, "keep": 3})).run
+    with pytest.raises(ConfigError, match="has the policies blue, gray, red"):
+        evaluate_run(EvalConfig(run=run, situations=20, quiet=True, cloning=False, opponents=(run,)))
+    named = f"{run}#red"
+    report = evaluate_run(EvalConfig(run=run, situations=20, quiet=True, cloning=False, opponents=(named,)))
+    past = ["past_step-000001", "past_step-000002"]
+    assert list(report.headline) == ["scripted", "start", "trained", *past, named]
+    assert list(report.duels) == list(report.headline)[1:]
+    assert report.duels[named] == report.duels["trained"]  # the same weights, under two names
+    for side in ("start", "trained"):
+        assert report.headline["scripted"][side] == report.estimates[side]["safety_service"]
+        opponent, worst = report.worst(side)
+        assert worst.value == min(found[side].value for found in report.headline.values())
+        assert report.flat()[f"headline_{side}_opponent"] == opponent
+    assert "worst" in report.render() and named in report.render()
+    assert evaluate_run(EvalConfig(run=run, situations=20, quiet=True, cloning=False, step=2)).headline.keys() == {
+        "scripted", "start", "trained", "past_step-000001",
+    }  # fmt: skip

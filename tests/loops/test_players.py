@@ -277,15 +277,3 @@ def test_a_damaged_checkpoint_and_another_model_are_refused(
     state.write_bytes(state.read_bytes().replace(b'"tick":2', b'"tick":1', 1))
     assert "state.json" in refused()
     assert differences(metrics(Path("runs/a")), metrics(Path("runs/a"))) == [] and len(metrics(Path("runs/a"))) == 2
-
-
-def test_group_advantages_are_refused_before_anything_is_written(model: str) -> None:
-    """The loop plays no forks: the setting must not pass and then stop the run at its first batch."""
-    from sparring.config import SharedConfig
-    from sparring.errors import ConfigError
-    from sparring.learning.settings import AdvantageSettings
-    from sparring.loops.shared import train_shared
-
-    with pytest.raises(ConfigError, match=r"advantages\.kind is 'group'"):
-        train_shared(SharedConfig(model=model, advantages=AdvantageSettings(kind="group"), run="grouped"))
-    assert not Path("runs/grouped").exists()

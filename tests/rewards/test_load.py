@@ -6,7 +6,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,13 +150,64 @@ def test_half_a_name(name: str) -> None:
 
 
 def test_functions_that_cannot_be_a_reward_are_refused_at_once() -> None:
-    async def judge(turn: Turn, outcome: Outcome) -> float:
-        await asyncio.sleep(0)
-        return 1.0
-
-    with pytest.raises(ConfigError, match="is async"):
-        load_reward(judge)
     with pytest.raises(ConfigError, match="must take two arguments"):
         load_reward(lambda turn: 1.0)  # type: ignore[arg-type, misc]
     with pytest.raises(ConfigError, match="a name or a function"):
         load_reward(3)  # type: ignore[arg-type]
+
+
+# A judge: an async reward
+
+
+OTHER = replace(TURN, id=replace(ID, tick=13))
+
+
+def test_a_judge_sees_all_turns_of_a_tick_at_the_same_time() -> None:
+    inside = most = 0
+
+    async def judge(turn: Turn, outcome: Outcome) -> float:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.01)
+        inside -= 1
+        return float(turn.id.tick)
+
+    found = load_reward(judge).settle([(TURN, settled(None)), (OTHER, settled(None))])
+    assert [settlement.reward.total for settlement in found] == [12.0, 13.0] and most == 2
+    assert load_reward("env", env=SimpleNamespace(reward=judge))(TURN, settled(None)).total == 12.0
+
+
+def test_a_judge_works_where_an_event_loop_runs_already() -> None:
+    async def judge(turn: Turn, outcome: Outcome) -> float:
+        return 1.0
+
+    async def notebook() -> float | None:
+        return load_reward(judge)(TURN, settled(None)).total
+
+    assert asyncio.run(notebook()) == 1.0
+
+
+def test_a_judge_that_fails_is_late_or_says_nothing_leaves_a_turn_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparring.rewards.load.JUDGE_SECONDS", 0.05)
+
+    async def judge(turn: Turn, outcome: Outcome) -> float | None:
+        if turn.id.tick == 12:
+            await asyncio.sleep(5)
+        if turn.id.tick == 13:
+            raise RuntimeError("no answer")
+        return None if turn.id.tick == 14 else 0.5
+
+    reward = load_reward(judge)
+    turns = [replace(TURN, id=replace(ID, tick=tick)) for tick in range(12, 16)]
+    found = reward.settle([(turn, settled(None)) for turn in turns])
+    assert [settlement.reward.total for settlement in found] == [None, None, None, 0.5]
+    assert reward.unscored == {"TimeoutError": 1, "RuntimeError": 1, "returned None": 1}
+
+
+def test_a_judges_number_must_be_finite() -> None:
+    async def judge(turn: Turn, outcome: Outcome) -> float:
+        return math.nan
+
+    with pytest.raises(TrainingError, match="must be finite"):
+        load_reward(judge).settle([(TURN, settled(None))])

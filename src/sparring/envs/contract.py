@@ -92,7 +92,9 @@ class Suite(Protocol):
     Attributes:
         figures: headline figures by name (``snake_case``).
 
-    Optional: ``duels(count=, seed=)``, a list of :class:`Duel`, and ``duel_figure``, the figure of their results.
+    Optional: ``duels(count=, seed=)``, a list of :class:`Duel`, with ``duel_figure``, the figure of their results, and
+    ``headline`` and ``duel_headline``, the figure that names the worst opponent: of the panel's results, and of the
+    panel's followed by those of the duels against one opponent.
     """
 
     figures: Mapping[str, Figure]

@@ -6,11 +6,12 @@ import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from sparring.checkpoints import read_checkpoint
+from sparring.checkpoints import list_checkpoints, read_checkpoint
 from sparring.config import EvalConfig, SharedConfig
 from sparring.envs.contract import Env, Figure, Situation, Suite
 from sparring.envs.load import load_env
@@ -20,9 +21,10 @@ from sparring.evaluation.panel import answer_attacks, play_bot, play_policy, wri
 from sparring.evaluation.statistics import Bootstrap, Estimate
 from sparring.policies.causal_lm import CausalLM
 from sparring.rundir import find_run
-from sparring.runs import build_policies, find_checkpoint, policy_name, restore_policies, run_config
+from sparring.runs import build_policies, find_checkpoint, load_policy, policy_name, restore_policies, run_config
 
 MODELS = ("start", "cloned", "trained")
+DEFENDERS = ("start", "trained")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +44,10 @@ class EvalReport:
     reductions: Mapping[str, Estimate]
     """1 - trained / start, of figures where lower is better."""
     duels: Mapping[str, Mapping[str, Estimate]]
-    """Opponent -> defender -> what it loses, where the suite has duels; opponents are the start and the trained model."""
+    """Opponent -> defender -> what it loses, where the suite has duels; opponents are the start, the trained model, the
+    run's older checkpoints, and whom the configuration names."""
+    headline: Mapping[str, Mapping[str, Estimate]]
+    """Opponent (``scripted`` is the panel itself) -> defender -> the suite's headline figure; the worst counts."""
     cloning: CloningReport | None
     units: Mapping[str, str]
     """Figure -> its unit, and which way is better."""
@@ -72,7 +77,15 @@ class EvalReport:
         for opponent, found in self.duels.items():
             for defender, estimate in found.items():
                 row |= _flat(f"duel_loss_{defender}_vs_{opponent}", estimate)
+        for defender in DEFENDERS if self.headline else ():
+            opponent, estimate = self.worst(defender)
+            row |= _flat(f"headline_{defender}", estimate) | {f"headline_{defender}_opponent": opponent}
         return row
+
+    def worst(self, defender: str) -> tuple[str, Estimate]:
+        """The opponent against whom a defender (``start`` or ``trained``) does worst, and the headline figure there."""
+        opponent = min(self.headline, key=lambda name: self.headline[name][defender].value)
+        return opponent, self.headline[opponent][defender]
 
 
 def _flat(name: str, estimate: Estimate) -> dict[str, float | int | str]:
@@ -125,7 +138,10 @@ def evaluate_run(config: EvalConfig) -> EvalReport:
     say("trained plays")
     restore_policies(policies, checkpoint)
     rows["trained"] = _play(policies, settings, situations, seed=config.seed)
-    duels = _duels(suite, policies, starts, settings, config) if hasattr(suite, "duels") else {}
+    duels, headline = dict[str, dict[str, Estimate]](), dict[str, dict[str, Estimate]]()
+    if hasattr(suite, "duels"):
+        say("live opponents play")
+        duels, headline = _duels(suite, policies, starts, settings, config, run, rows, situations)
     for name, bot in getattr(env, "bots", {}).items():
         rows[f"bot_{name}"] = play_bot(bot, situations, seed=config.seed)
 
@@ -141,7 +157,7 @@ def evaluate_run(config: EvalConfig) -> EvalReport:
             for name, figure in figures.items()
             if not figure.higher_is_better
         },
-        duels=duels, cloning=cloning,
+        duels=duels, headline=headline, cloning=cloning,
         units={
             name: f"{figure.unit}, {'higher' if figure.higher_is_better else 'lower'} is better"
             for name, figure in figures.items()
@@ -175,27 +191,48 @@ def _play(
 
 def _duels(
     suite: Any, policies: Mapping[str, CausalLM], starts: Mapping[str, Mapping[str, torch.Tensor]], settings: SharedConfig,
-    config: EvalConfig,
-) -> dict[str, dict[str, Estimate]]:  # fmt: skip
-    """Start and trained defenders against start and trained attackers. Leaves the policies trained, as it found them."""
+    config: EvalConfig, run: Path, panel: Mapping[str, Sequence[Any]], situations: Sequence[Situation],
+) -> tuple[dict[str, dict[str, Estimate]], dict[str, dict[str, Estimate]]]:  # fmt: skip
+    """Start and trained defenders against every live attacker: what they lose, and the headline figure.
+
+    Attackers: start, trained, the run's older checkpoints, the configuration's opponents. Leaves the policies trained,
+    as it found them.
+    """
     duels = suite.duels(count=max(20, config.situations // 4), seed=config.seed)
     sides = [policy_name(settings, team) for team in (duels[0].attacker_team, duels[0].team)]
     if not set(sides) <= set(policies):
-        return {}
+        return {}, {}
     attacker, defender = policies[sides[0]], policies[sides[1]]
-    bootstrap = Bootstrap([duel.key for duel in duels], seed=config.seed)
     weights = {"start": starts, "trained": {name: policy.state() for name, policy in policies.items()}}
     attacks: dict[str, list[Any]] = {}
+
+    def attack(opponent: str, policy: CausalLM) -> None:
+        attacks[opponent] = write_attacks(policy, duels, settings.sampling, seed=config.seed)
+
     for opponent, held in weights.items():
         attacker.load_state(held[attacker.name])
-        attacks[opponent] = write_attacks(attacker, duels, settings.sampling, seed=config.seed)
-    found: dict[str, dict[str, Estimate]] = {opponent: {} for opponent in weights}
-    for side, held in weights.items():
-        defender.load_state(held[defender.name])
-        for opponent in weights:
-            rows = answer_attacks(defender, duels, attacks[opponent], settings.sampling, seed=config.seed + 1)
-            found[opponent][side] = bootstrap.estimate(suite.duel_figure, rows)
-    return found
+        attack(opponent, attacker)
+    newest = find_checkpoint(run, config.step)
+    for place in [place for place in list_checkpoints(newest.parent) if place.name < newest.name]:
+        restore_policies({attacker.name: attacker}, read_checkpoint(place))
+        attack(f"past_{place.name}", attacker)
+    for name in config.opponents:
+        attack(name, load_policy(name, training=False, device=config.device))
+    keys = [situation.key for situation in situations]
+    bootstrap = Bootstrap([duel.key for duel in duels], seed=config.seed)
+    joint = Bootstrap([*keys, *(duel.key for duel in duels)], seed=config.seed)
+    lost: dict[str, dict[str, Estimate]] = {opponent: {} for opponent in attacks}
+    headline: dict[str, dict[str, Estimate]] = {opponent: {} for opponent in ("scripted", *attacks)}
+    for side in DEFENDERS:
+        defender.load_state(weights[side][defender.name])
+        headline["scripted"][side] = Bootstrap(keys, seed=config.seed).estimate(suite.headline, panel[side])
+        for opponent, written in attacks.items():
+            rows = answer_attacks(defender, duels, written, settings.sampling, seed=config.seed + 1)
+            lost[opponent][side] = bootstrap.estimate(suite.duel_figure, rows)
+            headline[opponent][side] = joint.estimate(suite.duel_headline, [*panel[side], *rows])
+    if attacker is not defender:
+        attacker.load_state(weights["trained"][attacker.name])
+    return lost, headline
 
 
 def _estimates(bootstrap: Bootstrap, figures: Mapping[str, Figure], rows: Sequence[Any]) -> dict[str, Estimate]:
@@ -230,12 +267,21 @@ def rendered(report: EvalReport) -> str:
     console.print(table)
     if report.duels:
         duels = Table(
-            title="Loss to live opponents, the same opportunities (credits an opportunity)", title_justify="left"
+            title="Against each opponent, the same opportunities: credits lost an opportunity, and the headline figure",
+            title_justify="left",
         )
-        for column in ("opponent red", "blue at the start", "blue trained"):
+        for column in ("opponent", "start loses", "trained loses", "headline, start", "headline, trained"):
             duels.add_column(column)
-        for opponent, defenders in report.duels.items():
-            duels.add_row(opponent, *map(_cell, defenders.values()))
+        for opponent, defenders in report.headline.items():
+            losses = map(_cell, report.duels[opponent].values()) if opponent in report.duels else ("(above)", "(above)")
+            duels.add_row(opponent, *losses, *map(_cell, defenders.values()))
+        worst = {side: report.worst(side) for side in DEFENDERS}
+        duels.add_section()
+        duels.add_row(
+            "worst",
+            *(f"[dim]{worst[side][0]}[/]" for side in DEFENDERS),
+            *(_cell(worst[side][1]) for side in DEFENDERS),
+        )
         console.print(duels)
     bots = {player.removeprefix("bot_"): found for player, found in report.estimates.items() if player not in models}
     if bots:

@@ -21,13 +21,12 @@ from sparring.loops.rollout import (
     Decided,
     Player,
     PolicyPlayer,
-    RewardOf,
     Table,
     advance,
     decide,
     open_table,
 )
-from sparring.rewards.load import load_reward
+from sparring.rewards.load import RewardFunction, load_reward
 from sparring.rundir import find_run
 from sparring.runs import is_run, load_policy, run_config
 from sparring.types import ParseFailure, PolicyVersion, Reward, SamplingSettings, Turn, TurnId
@@ -83,9 +82,9 @@ def play(config: PlayConfig, *, stdin: TextIO | None = None, stdout: TextIO | No
         print(text, file=screen, flush=True)
 
     say("\n".join([env.rules, env.team_rules[config.team], f"Your persona: {table.personas[me]}", _help(env)]))
-    parts, settled_count, total, done = Counter[str](), 0, 0.0, False
+    parts, settled_count, total = Counter[str](), 0, 0.0
     turns = 0
-    while not done:
+    while not table.done:
         observations = env.observe()
         action: object = None
         if me in observations:
@@ -99,8 +98,7 @@ def play(config: PlayConfig, *, stdin: TextIO | None = None, stdout: TextIO | No
             table.pending[turn.id] = turn
         (decided,) = decide([table], players, SamplingSettings(), seed=config.seed)
         actions = dict(decided.actions) | ({me: action} if me in observations else {})
-        settled, done = advance(table, Decided(actions=actions, turns=()), players, reward)
-        for settlement in settled:
+        for settlement in reward.settle(advance(table, Decided(actions=actions, turns=()), players)):
             settled_count += 1
             total += settlement.reward.total or 0.0
             parts.update(settlement.reward.parts)
@@ -108,17 +106,17 @@ def play(config: PlayConfig, *, stdin: TextIO | None = None, stdout: TextIO | No
             say(f"Settled: your turn of {decision}: {_score(settlement.reward)}")
     return PlayReport(
         env=env.name, team=config.team, ticks=turns, settled=settled_count, reward_total=total, reward_parts=dict(parts),
-        finished=done,
+        finished=table.done,
     )  # fmt: skip
 
 
-def _reward(config: PlayConfig, env: Env) -> RewardOf:
+def _reward(config: PlayConfig, env: Env) -> RewardFunction:
     """What a person is shown: the market's outcome reward, or the environment's own, or none where it has none."""
     if config.env == "market":
         return load_reward("outcome")
     if hasattr(env, "reward") or hasattr(env.facts_type, "reward"):
         return load_reward("env", env=env)
-    return lambda turn, outcome: Reward(total=None)
+    return RewardFunction(name="none", score=lambda turn, outcome: None, catches=False)
 
 
 def _others(config: PlayConfig, env: Env) -> dict[str, Player]:

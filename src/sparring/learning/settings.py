@@ -55,6 +55,9 @@ class AdvantageSettings:
     nothing."""
     scale_floor: float = LEAST_SCALE_FLOOR
     """Smallest divisor, in reward units; at least 0.01."""
+    forks: int = 4
+    """With kind = "group": copies of every world, which part at the tick whose replies are trained and are played on
+    until all of these have settled."""
 
     def __post_init__(self) -> None:
         _one_of("advantages.kind", self.kind, ("leave_one_out", "running", "group"))
@@ -71,6 +74,13 @@ class AdvantageSettings:
             "advantages.scale",
             self.scale,
             "only advantages.kind = 'group' has groups; write 'role' or 'none'",
+        )
+        _require(self.forks >= 2, "advantages.forks", self.forks, "a group has at least 2")
+        _require(
+            self.forks == 4 or self.kind == "group",
+            "advantages.forks",
+            self.forks,
+            "only advantages.kind = 'group' plays forks; set it, or leave this out",
         )
 
 

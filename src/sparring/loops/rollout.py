@@ -7,8 +7,8 @@ of tables are played side by side, so that one batch of prompts serves them all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -26,15 +26,11 @@ from sparring.types import (
     Outcome,
     ParseFailure,
     PolicyVersion,
-    Reward,
     SamplingSettings,
     Seat,
-    Settlement,
     Turn,
     TurnId,
 )
-
-RewardOf = Callable[[Turn, Outcome], Reward]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +73,27 @@ class Table:
     Attributes:
         env: the environment, somewhere in the middle of ``episode``.
         number: which of the tables; keys nothing.
-        episode: number of the episode, unique in the run.
+        episode: number that the table's turns carry, unique in the run; forks of one world have different ones.
+        world_episode: the environment's own number of the episode: all forks of a world have the same.
         seats: who sits where.
         personas: text by agent id.
         pending: turns of trained policies that have not settled.
         tick: ticks played in this episode.
+        fork_tick: the tick at which the table's copies began to differ; only its turns are trained. None where there
+            are no copies: every turn is.
+        done: the episode is over.
     """
 
     env: Env
     number: int
     episode: int
+    world_episode: int
     seats: tuple[Seat, ...]
     personas: Mapping[str, str]
     pending: dict[TurnId, Turn] = field(default_factory=dict)
     tick: int = 0
+    fork_tick: int | None = None
+    done: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +122,25 @@ def open_table(env: Env, *, number: int, episode: int, seed: int, agents_per_tea
         texts = assign(team, len(mine), rng=rng, personas=getattr(env, "personas", None))
         personas |= dict(zip(mine, texts, strict=True))
     env.reset(seats=seats, seed=seed, episode=episode)
-    return Table(env=env, number=number, episode=episode, seats=seats, personas=personas)
+    return Table(
+        env=env, number=number, episode=episode, world_episode=episode, seats=seats, personas=personas
+    )  # fmt: skip
+
+
+def fork(table: Table, envs: Sequence[Env], *, first_episode: int) -> list[Table]:
+    """Copies of a table as it stands, one in each of ``envs`` (the table's own may be among them).
+
+    The world's chance is the same in all of them and the agents' replies differ, so what follows differs by what the
+    agents did. Copy ``i`` numbers its turns as episode ``first_episode + i``.
+    """
+    state = table.env.snapshot()
+    for env in envs:
+        if env is not table.env:
+            env.restore(state)
+    return [
+        replace(table, env=env, episode=first_episode + i, pending={}, fork_tick=table.tick)
+        for i, env in enumerate(envs)
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------- deciding
@@ -147,7 +168,7 @@ def decide(
                 asked = _Asked(index=index, seat=seat, request=SampleRequest(prompt_ids=ids, key=key))
                 waiting.setdefault(id(player), (player, []))[1].append(asked)
             elif isinstance(player, BotPlayer):
-                rng = Random(f"{seed}/{table.episode}/{seat.agent}/{table.tick}")
+                rng = Random(f"{seed}/{table.world_episode}/{seat.agent}/{table.tick}")
                 actions[index][seat.agent] = player.bot(observation, rng)
             else:
                 actions[index][seat.agent] = _ask_remote(player, table, seat, observation, settings, seed)
@@ -209,32 +230,34 @@ def _ask_remote(
 # -------------------------------------------------------------------------------------------------------- settling
 
 
-def advance(
-    table: Table, decided: Decided, players: Mapping[str, Player], reward: RewardOf
-) -> tuple[list[Settlement], bool]:
-    """Applies the actions of one tick. Returns what settled, joined with rewards, and whether the episode is over.
+def advance(table: Table, decided: Decided, players: Mapping[str, Player]) -> list[tuple[Turn, Outcome]]:
+    """Applies the actions of one tick. Returns the turns that settled, for a reward function; ``table.done`` tells the
+    end.
 
     Raises EnvError when the environment settles a turn twice, or ends with turns that never settled.
     """
     for turn in decided.turns:
         player = players[turn.team]
-        if isinstance(player, PolicyPlayer) and player.trained:  # of the team: a shared policy may learn from one alone
+        learns = isinstance(player, PolicyPlayer) and player.trained  # of the team: not all of a shared policy's may
+        if learns and table.fork_tick in (None, turn.id.tick):
             table.pending[turn.id] = turn
     result = table.env.step(decided.actions)
     table.tick += 1
-    settled: list[Settlement] = []
+    settled: list[tuple[Turn, Outcome]] = []
     seen: set[TurnId] = set()
     for outcome in result.outcomes:
-        if outcome.turn in seen or outcome.turn.episode != table.episode:
+        if outcome.turn in seen or outcome.turn.episode != table.world_episode:
             raise EnvError(f"{table.env.name}: turn {outcome.turn} settled twice, or belongs to another episode")
         seen.add(outcome.turn)
-        settled_turn = table.pending.pop(outcome.turn, None)
+        turn_id = replace(outcome.turn, episode=table.episode)
+        settled_turn = table.pending.pop(turn_id, None)
         if settled_turn is not None:
-            settled.append(Settlement(turn=settled_turn, outcome=outcome, reward=reward(settled_turn, outcome)))
+            settled.append((settled_turn, replace(outcome, turn=turn_id)))
+    table.done = result.done
     if result.done and table.pending:
         never = next(iter(table.pending))
         raise EnvError(f"{table.env.name}: the episode is over and turn {never} has not settled")
-    return settled, result.done
+    return settled
 
 
 # ---------------------------------------------------------------------------------------------------------- saving
@@ -259,7 +282,10 @@ class SavedTable(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     episode: int
+    world_episode: int
     tick: int
+    fork_tick: int | None
+    done: bool
     seats: tuple[Seat, ...]
     personas: dict[str, str]
     pending: list[SavedTurn]
@@ -285,7 +311,8 @@ def load_turn(saved: SavedTurn, policy: CausalLM, action_type: Any) -> Turn:
 
 def save_table(table: Table) -> SavedTable:
     return SavedTable(
-        number=table.number, episode=table.episode, tick=table.tick, seats=table.seats, personas=dict(table.personas),
+        number=table.number, episode=table.episode, world_episode=table.world_episode, tick=table.tick,
+        fork_tick=table.fork_tick, done=table.done, seats=table.seats, personas=dict(table.personas),
         pending=[save_turn(turn) for turn in table.pending.values()], env=table.env.snapshot(),
     )  # fmt: skip
 
@@ -295,8 +322,8 @@ def load_table(saved: SavedTable, env: Env, policies: Mapping[str, CausalLM]) ->
     env.restore(saved.env)
     pending = {turn.id: load_turn(turn, policies[turn.policy], env.action_type) for turn in saved.pending}
     return Table(
-        env=env, number=saved.number, episode=saved.episode, seats=saved.seats, personas=saved.personas,
-        pending=pending, tick=saved.tick,
+        env=env, number=saved.number, episode=saved.episode, world_episode=saved.world_episode, seats=saved.seats,
+        personas=saved.personas, pending=pending, tick=saved.tick, fork_tick=saved.fork_tick, done=saved.done,
     )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ from sparring.loops.rollout import (
     Table,
     advance,
     decide,
+    fork,
     load_table,
     load_turn,
     open_table,
@@ -63,6 +64,7 @@ from sparring.types import (
     TeamReport,
     TickReport,
     Turn,
+    TurnId,
 )
 
 ALARM_WINDOW = 20
@@ -127,11 +129,10 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
         ConfigError, ModelError, CheckpointError, EnvError: Before anything is written, where that is possible.
         TrainingError: Loss or gradient was not finite; the batch lies in the run's directory.
     """
-    if config.advantages.kind == "group":
-        raise ConfigError("advantages.kind is 'group': this loop plays no forks yet; choose leave_one_out or running")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    envs = [_make_env(config) for _ in range(config.worlds)]
+    forks = config.advantages.forks if config.advantages.kind == "group" else 1
+    envs = [_make_env(config) for _ in range(config.worlds * forks)]
     env = envs[0]
     players, policies = _seat_players(config, env)
     trained = {name for name, policy in policies.items() if _is_trained(policy, players)}
@@ -158,9 +159,9 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
             if resume is not None:
                 run.cut_back(0)  # killed before its first checkpoint: the same run, from its start
             tables = []
-            for index, own_env in enumerate(envs):
-                tables.append(_open(config, own_env, index, next_episode))
-                next_episode += 1
+            for world in range(config.worlds):
+                tables += _open(config, envs[world * forks : (world + 1) * forks], world, next_episode)
+                next_episode += forks
         else:
             state = _read_state(checkpoint)
             _check_fits(checkpoint, state, config, optimizers)
@@ -203,32 +204,44 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
                 before = {name: _sampled(players, name) for name in policies}
                 decided = decide(tables, players, config.sampling, seed=config.seed)
                 sampling_seconds = tick_watch.seconds()
-                settled: list[Settlement] = []
+                came: list[tuple[Turn, Outcome]] = []
                 episodes: list[EpisodeReport] = []
                 for index, table in enumerate(tables):
-                    outcomes, done = advance(table, decided[index], players, reward)
-                    settled += outcomes
-                    if done:
-                        episodes.append(EpisodeReport(episode=table.episode, ticks=table.tick, figures={}))
-                        tables[index] = _open(config, table.env, table.number, next_episode)
-                        next_episode += 1
+                    if not table.done:  # a fork may be over before the others of its world
+                        came += advance(table, decided[index], players)
+                settled = reward.settle(came)
                 turns = [turn for one in decided for turn in one.turns]
+                for world in range(config.worlds):
+                    here = slice(world * forks, (world + 1) * forks)
+                    first, own_envs = tables[here.start], [table.env for table in tables[here]]
+                    if forks > 1 and any(table.pending for table in tables[here]):
+                        continue  # forks go on until all that they differ in has settled
+                    if first.done:
+                        episodes.append(EpisodeReport(episode=first.world_episode, ticks=first.tick, figures={}))
+                        tables[here] = _open(config, own_envs, world, next_episode)
+                        next_episode += forks
+                    elif forks > 1:
+                        tables[here] = fork(first, own_envs, first_episode=next_episode)
+                        next_episode += forks
 
                 # Advantages over the whole batch, the gate, one step for each policy.
                 ready += settled
                 reports: list[StepReport] = []
                 kept = Counter[str]()
-                waiting = Counter(s.turn.policy for s in ready)
+                whole = ready if forks == 1 else _whole_groups(ready, tables, forks)
+                waiting = Counter(s.turn.policy for s in whole)
                 due = [name for name in sorted(trained) if waiting[name] >= config.min_batch]
                 if due:
                     fresh: list[Settlement] = []
                     for name in due:
-                        mine = [s for s in ready if s.turn.policy == name]
+                        mine = [s for s in whole if s.turn.policy == name]
                         current, stale = split_stale(mine, policies[name].version, config.loss.max_version_lag)
                         fresh += current
                         counts["stale_replies"] += len(stale)
-                    ready = [s for s in ready if s.turn.policy not in due]
-                    credits, baselines = credit(fresh, config.advantages, baselines)
+                    taken = {s.turn.id for s in whole if s.turn.policy in due}
+                    ready = [s for s in ready if s.turn.id not in taken]
+                    groups = {s.turn.id: _group(s.turn.id, forks) for s in fresh} if forks > 1 else None
+                    credits, baselines = credit(fresh, config.advantages, baselines, groups=groups)
                     decision = gate.weigh(credits.turns)
                     kept = _kept_by_team(decision)
                     for name in due:
@@ -283,8 +296,23 @@ def _make_env(config: SharedConfig) -> Env:
     return load_env(config.env, rules=config.rules, settings=config.env_settings)
 
 
-def _open(config: SharedConfig, env: Env, number: int, episode: int) -> Table:
-    return open_table(env, number=number, episode=episode, seed=config.seed, agents_per_team=config.agents_per_team)
+def _open(config: SharedConfig, envs: Sequence[Env], number: int, episode: int) -> list[Table]:
+    """A new episode of one world: a table, or one for each fork."""
+    table = open_table(
+        envs[0], number=number, episode=episode, seed=config.seed, agents_per_team=config.agents_per_team
+    )
+    return [table] if len(envs) == 1 else fork(table, envs, first_episode=episode)
+
+
+def _group(turn: TurnId, forks: int) -> str:
+    """The group of a turn: the same agent and tick in all forks of one world, whose numbers are consecutive."""
+    return str(replace(turn, episode=turn.episode // forks * forks))
+
+
+def _whole_groups(ready: Sequence[Settlement], tables: Sequence[Table], forks: int) -> list[Settlement]:
+    """What has settled in forks that are no longer played: a group is credited when all of it is in."""
+    playing = {table.episode // forks for table in tables}
+    return [s for s in ready if s.turn.id.episode // forks not in playing]
 
 
 def _run_directory(config: SharedConfig, resume: Path | None, session: Session) -> RunDirectory:
@@ -407,8 +435,12 @@ def _check_fits(
     checkpoint: Checkpoint, state: SavedState, config: SharedConfig, optimizers: Mapping[str, NamedOptimizer]
 ) -> None:
     """A resume may change much of the configuration, but not what the checkpoint is made of."""
-    if len(state.tables) != config.worlds:
-        raise ConfigError(f"worlds is {config.worlds}, the run has {len(state.tables)}: that cannot change in a resume")
+    forks = config.advantages.forks if config.advantages.kind == "group" else 1
+    if len(state.tables) != config.worlds * forks:
+        raise ConfigError(
+            f"worlds is {config.worlds} with {forks} fork(s) each, the run has {len(state.tables)} tables in all: that "
+            "cannot change in a resume"
+        )
     for name in optimizers:
         wanted = [f"optimizer-{name}.safetensors"]
         wanted += [f"reference-{name}.safetensors"] if config.loss.kl_coefficient > 0.0 else []

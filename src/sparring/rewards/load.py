@@ -1,11 +1,13 @@
 """Finds a reward by name: built in, the environment's own, or a user's function.
 
 A user's function that raises leaves its turn *unscored* (not trained, never 0) and the failure counted by kind; one
-that returns what is no finite number stops the run, for such a number would poison the weights.
+that returns what is no finite number stops the run, for such a number would poison the weights. An ``async`` function
+is a *judge*: all turns that settle in a tick are judged at the same time, and one that takes too long is a failure too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import math
@@ -13,19 +15,24 @@ import numbers
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import cast
 
 from sparring.envs.market.records import TurnFacts
 from sparring.errors import ConfigError, TrainingError, nearest
 from sparring.rewards import classic as classic_rules
 from sparring.rewards.market import DEFAULT_CONSTANTS, DEFAULT_WEIGHTS, OutcomeConstants, OutcomeWeights, outcome
-from sparring.types import Outcome, Reward, Turn
+from sparring.types import Outcome, Reward, Settlement, Turn
 
 BUILT_IN = ("outcome", "classic", "env")
 UNSCORED = Reward(total=None)
 UserReward = Callable[[Turn, Outcome], object]
-"""A user's own reward: a float, a Reward, or None for a turn that it cannot score."""
+"""A user's own reward: a float, a Reward, or None for a turn that it cannot score; or an awaitable of one."""
+JUDGE_SECONDS = 60.0
+"""How long a judge may take for one turn."""
+JUDGED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +54,49 @@ class RewardFunction:
     """For each reason, the first turn that it left unscored, and the message."""
 
     def __call__(self, turn: Turn, outcome: Outcome) -> Reward:
+        if self.judge:
+            return self.settle([(turn, outcome)])[0].reward
         try:
             value = self.score(turn, outcome)
         except Exception as error:
-            if not self.catches:
-                raise
-            self._count(type(error).__name__, turn, _first_line(error))
+            value = error
+        return self._accepted(value, turn)
+
+    def _accepted(self, value: object, turn: Turn) -> Reward:
+        """What a score, or the exception in its place, is taken for."""
+        if isinstance(value, BaseException):
+            if not (self.catches and isinstance(value, Exception)):
+                raise value
+            self._count(type(value).__name__, turn, _first_line(value))
             return UNSCORED
         if value is None or (isinstance(value, Reward) and value.total is None):
             self._count("returned None", turn, "")
             return UNSCORED if value is None else value
         return self._checked(value, turn)
+
+    def settle(self, came: Sequence[tuple[Turn, Outcome]]) -> list[Settlement]:
+        """Turns and their outcomes joined with their rewards, in the same order; a judge sees them all at once."""
+        if self.judge and came:
+            with ThreadPoolExecutor(1) as thread:  # where no event loop runs yet, as one does in a notebook
+                rewards = thread.submit(lambda: asyncio.run(self._judged(came))).result()
+        else:
+            rewards = [self(turn, outcome) for turn, outcome in came]
+        return [Settlement(turn=t, outcome=o, reward=r) for (t, o), r in zip(came, rewards, strict=True)]
+
+    @property
+    def judge(self) -> bool:
+        """It is awaited."""
+        return inspect.iscoroutinefunction(self.score)
+
+    async def _judged(self, came: Sequence[tuple[Turn, Outcome]]) -> list[Reward]:
+        gate = asyncio.Semaphore(JUDGED_AT_ONCE)
+
+        async def one(turn: Turn, outcome: Outcome) -> object:
+            async with gate, asyncio.timeout(JUDGE_SECONDS):
+                return await cast(Awaitable[object], self.score(turn, outcome))
+
+        found = await asyncio.gather(*(one(turn, outcome) for turn, outcome in came), return_exceptions=True)
+        return [self._accepted(value, turn) for value, (turn, _) in zip(found, came, strict=True)]
 
     def _count(self, reason: str, turn: Turn, message: str) -> None:
         self.unscored[reason] += 1
@@ -151,8 +190,6 @@ def _facts_reward(turn: Turn, settled: Outcome) -> object:
 def _user(name: str, function: object) -> RewardFunction:
     if not callable(function):
         raise ConfigError(f"reward {name!r} is no function but {type(function).__name__}")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"reward {name!r} is async: make it plain, as in lambda t, o: asyncio.run(judge(t, o))")
     try:
         inspect.signature(function).bind(None, None)
     except ValueError:  # built without a signature: it shows when it is called
