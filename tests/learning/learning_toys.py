@@ -78,6 +78,13 @@ class ToyPolicy(nn.Module):
     def log_probs(self, rows: Sequence[ScoreRow], *, temperature: float, top_p: float = 1.0) -> Tensor:
         return self._score(self.embed, self.mix, self.head, rows, temperature)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return False
+
+    def positions(self, rows: Sequence[ScoreRow]) -> int:
+        return sum(row.positions[-1] for row in rows)
+
     def reference_log_probs(self, rows: Sequence[ScoreRow], *, temperature: float) -> Tensor:
         with torch.no_grad():
             return self._score(*self._reference, rows, temperature)

@@ -39,7 +39,7 @@ def test_rows_end_at_the_last_kept_token_and_empty_ones_are_gone() -> None:
     ]
     counts = count(batch, LEARNER)
     assert (counts.eligible_replies, counts.kept_replies) == (2, 1)
-    assert (counts.eligible_tokens, counts.graded_tokens, counts.forwarded_tokens) == (6, 2, 4)
+    assert (counts.eligible_tokens, counts.graded_tokens) == (6, 2)
     assert (counts.mean_version_lag, counts.entropy) == (10.0, 2.0)
     (part,) = micro_batches(batch, 100)
     assert part.rows == (ScoreRow(token_ids=(1, 2, 3, 4, 5), positions=(2, 4)),)
@@ -52,6 +52,9 @@ def test_micro_batches_respect_budget_and_sampling() -> None:
     plain = [experience(i, [1, 2, 3, 4 + i], 3, 1.0, [1.0], [0, 0, 0, -1]) for i in range(5)]
     assert [len(part.rows) for part in micro_batches(plain, 8)] == [2, 2, 1]
     assert [len(part.rows) for part in micro_batches(plain, 1)] == [1] * 5  # a long row goes alone
+    # Distinct prefixes: three shared tokens and one of each row's own.
+    assert [len(part.rows) for part in micro_batches(plain, 8, shares_prefixes=True)] == [5]
+    assert [len(part.rows) for part in micro_batches(plain, 5, shares_prefixes=True)] == [2, 2, 1]
     greedy = dataclasses.replace(plain[0], sampling=SamplingSettings(temperature=0.0))
     warm = dataclasses.replace(plain[1], sampling=SamplingSettings(temperature=0.7))
     parts = micro_batches([warm, greedy, plain[2]], 100)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparring.learning.gate import GatedTurn
 from sparring.policies.contract import ScoreRow
+from sparring.tokens.prefix_tree import shared_length
 from sparring.types import Experience, PolicyVersion, Settlement
 
 
@@ -26,8 +27,6 @@ class BatchCounts:
     eligible_tokens: int
     """The normaliser."""
     graded_tokens: int
-    forwarded_tokens: int
-    """Positions up to the last kept token of each row, row by row: a policy that shares prefixes runs fewer."""
     mean_version_lag: float
     """Learner step minus behaviour step, mean over eligible replies; 0 when there are none."""
     entropy: float
@@ -149,30 +148,36 @@ def count(experiences: Sequence[Experience], learner: PolicyVersion) -> BatchCou
         kept_replies=sum(1 for positions in kept if positions),
         eligible_tokens=tokens,
         graded_tokens=sum(len(positions) for positions in kept),
-        forwarded_tokens=sum(positions[-1] for positions in kept if positions),
         mean_version_lag=lag / max(1, replies),
         entropy=surprisal / max(1, tokens),
     )
 
 
-def micro_batches(experiences: Sequence[Experience], max_tokens: int) -> list[MicroBatch]:
-    """The kept rows in canonical order, cut into parts of rows x longest row <= ``max_tokens``, never within a row.
+def micro_batches(
+    experiences: Sequence[Experience], max_tokens: int, *, shares_prefixes: bool = False
+) -> list[MicroBatch]:
+    """The kept rows in canonical order, cut into parts of at most ``max_tokens`` positions, never within a row.
 
-    A row longer than that is a part of its own. Parts never mix sampling settings. Temperature 0 (greedy) has the
-    log-probs of temperature 1 and is scored so.
+    The positions of a part are its distinct prefixes for a policy that shares them, else rows x longest row. A row
+    longer than that is a part of its own. Parts never mix sampling settings. Temperature 0 (greedy) has the log-probs
+    of temperature 1 and is scored so.
     """
     parts: list[list[tuple[Experience, ScoreRow]]] = []
-    longest = 0
+    longest = size = 0
     for experience in canonical(experiences):
         positions = kept_positions(experience)
         if not positions:
             continue
         row = score_row(experience, positions)
-        longest = max(longest, len(row.token_ids))
         last = parts[-1] if parts else []
-        if not last or not _same_sampling(last[0][0], experience) or (len(last) + 1) * longest > max_tokens:
+        if shares_prefixes:
+            size += len(row.token_ids) - (shared_length(last[-1][1].token_ids, row.token_ids) if last else 0)
+        else:
+            longest = max(longest, len(row.token_ids))
+            size = (len(last) + 1) * longest
+        if not last or not _same_sampling(last[0][0], experience) or size > max_tokens:
             parts.append([])
-            longest = len(row.token_ids)
+            longest = size = len(row.token_ids)
         parts[-1].append((experience, row))
     return [_micro_batch(part) for part in parts]
 

@@ -92,6 +92,7 @@ def learner_step(
     sums = _Sums()
     skipped = _reason_to_skip(batch, counts)
     loss = norm = 0.0
+    forwarded = 0
     if skipped is None:
 
         def part_loss(part: MicroBatch) -> Tensor:
@@ -100,7 +101,8 @@ def learner_step(
         def save(reason: str) -> Path:
             return save_bad_batch(bad_batch_dir, policy, reason, experiences=batch)
 
-        parts = micro_batches(batch, settings.micro_batch_tokens)
+        parts = micro_batches(batch, settings.micro_batch_tokens, shares_prefixes=policy.shares_prefixes)
+        forwarded = sum(policy.positions(part.rows) for part in parts)
         loss, norm, skipped = _descend(parts, part_loss, optimizer, save)
     _close(policy, optimizer, skipped)
     return StepReport(
@@ -113,7 +115,7 @@ def learner_step(
         kept_replies=counts.kept_replies,
         eligible_tokens=counts.eligible_tokens,
         graded_tokens=counts.graded_tokens,
-        forwarded_tokens=counts.forwarded_tokens if sums.tokens else 0,
+        forwarded_tokens=forwarded,
         mean_ratio=sums.ratio / sums.tokens if sums.tokens else 1.0,
         max_ratio=sums.largest_ratio if sums.tokens else 1.0,
         mean_version_lag=counts.mean_version_lag,
@@ -164,7 +166,7 @@ def supervised_step(
         kept_replies=len(taught),
         eligible_tokens=tokens,
         graded_tokens=tokens,
-        forwarded_tokens=sum(row.positions[-1] for row in taught),
+        forwarded_tokens=sum(policy.positions(part) for part in parts),
         mean_ratio=1.0,
         max_ratio=1.0,
         mean_version_lag=0.0,

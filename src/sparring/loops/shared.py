@@ -195,6 +195,9 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
             transcript = Transcript(run.episodes)
             for notice in run.notices:
                 progress.note(notice)
+            for name in sorted(trained):
+                if policies[name].core.rows_because is not None:
+                    progress.note(f"policy {name} goes row by row: {policies[name].core.rows_because}")
             stopping = False
             while tick < config.ticks and not stopping:
                 tick_watch = Stopwatch()

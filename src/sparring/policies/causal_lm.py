@@ -208,6 +208,15 @@ class CausalLM:
         with self.activated():
             return self.core.log_probs(rows, temperature=temperature, top_p=top_p)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether :meth:`log_probs` computes what rows share once."""
+        return self.core.rows_because is None
+
+    def positions(self, rows: Sequence[ScoreRow]) -> int:
+        """Token positions that :meth:`log_probs` runs forward for these rows, padding left out."""
+        return self.core.positions(rows)
+
     def keep_reference(self) -> None:
         """Remember the present weights (of an adapter: its own) as the reference for a KL term."""
         self._reference = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}

@@ -51,6 +51,15 @@ class TrainablePolicy(Protocol):
     name: str
     version: PolicyVersion
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether ``log_probs`` computes what rows share once, so that a batch is as large as its distinct prefixes."""
+        ...
+
+    def positions(self, rows: Sequence[ScoreRow]) -> int:
+        """Token positions that ``log_probs`` runs forward for these rows, padding left out."""
+        ...
+
     def log_probs(self, rows: Sequence[ScoreRow], *, temperature: float, top_p: float = 1.0) -> torch.Tensor:
         """fp32 log-probs with gradient, shape (sum of K over rows,), rows in order, positions in order."""
         ...

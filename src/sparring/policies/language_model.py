@@ -10,17 +10,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparring.errors import ConfigError
+from sparring.policies import tree_attention
 from sparring.policies.contract import ScoreRow
 from sparring.policies.distribution import token_log_probs
 from sparring.policies.kv_buffer import new_cache
 from sparring.policies.loading import cache_argument, head_is_plain
+from sparring.tokens.prefix_tree import distinct_prefixes, merge, packs
 
 _LOGIT_CHUNK_BYTES = 64 * 1024**2
+WORTH_A_TREE = 0.9
+"""Rows go through a tree where its nodes are at most this share of their tokens."""
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -40,6 +45,10 @@ def micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
+def _by_length(heads: Sequence[tuple[int, ...]], budget: int) -> list[list[int]]:
+    return micro_batches([len(head) for head in heads], budget)
+
+
 class LanguageModel:
     """Weights on a device, with the adapters that share them.
 
@@ -48,6 +57,7 @@ class LanguageModel:
         device: Where it is.
         micro_batch_tokens: Token positions, padding included, of one forward pass of :meth:`log_probs`.
         plain_head: Logits are the output layer on the hidden states, so it runs at wanted positions only.
+        rows_because: Why :meth:`log_probs` goes row by row, for people; None where it computes each distinct prefix once.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class LanguageModel:
         self.pad_id = pad_id
         self.plain_head = head_is_plain(model)
         self._cache_argument = cache_argument(model)
+        self.rows_because = self._prepare_trees()
         self._peft: Any = None
         self._adapters: dict[str, bool] = {}
         self._active: str | None = None
@@ -82,9 +93,53 @@ class LanguageModel:
         return int(value) if value else None
 
     @property
+    def bytes_per_position(self) -> int:
+        """Bytes of the keys and values of one position, over all layers, where every layer attends to all of them."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        width = 2 if self.device.type == "cuda" else 4
+        return int(2 * self.config.num_hidden_layers * heads * size * width)
+
+    @property
     def uses_sdpa(self) -> bool:
         """Attention runs through torch's scaled dot product, which takes a ready mask."""
-        return str(self.model.config._attn_implementation) == "sdpa"
+        return str(self.model.config._attn_implementation) in ("sdpa", tree_attention.NAME)
+
+    def _prepare_trees(self) -> str | None:
+        """Attention that takes trees, if a trial gives the same as row by row; else the reason why not."""
+        if not self.plain_head:
+            return "its output layer is not all that follows its hidden states"
+        reason = tree_attention.why_not(self.model)
+        if reason is not None:
+            return reason
+        vocabulary = int(self.config.vocab_size)
+        rows = [tuple(token % vocabulary for token in row) for row in ((1, 2, 3, 4, 5), (1, 2, 6, 7), (1, 2, 6, 8, 9))]
+        tree = merge(rows)
+        try:
+            self.model.set_attn_implementation(tree_attention.NAME)
+            with torch.no_grad():
+                together = self.tree_hidden(tree_attention.plan(tree, self.device))
+                for number, row in enumerate(rows):
+                    alone = self.hidden(torch.tensor([row], device=self.device))[0]
+                    if not torch.allclose(alone, together[tree.nodes(number)], rtol=1e-3, atol=1e-3):
+                        self.model.set_attn_implementation("sdpa")
+                        return "a trial gave other numbers than row by row"
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.model.set_attn_implementation("sdpa")
+            return f"its code takes no trees ({type(error).__name__}: {str(error)[:80]})"
+        return None
+
+    def positions(self, rows: Sequence[ScoreRow]) -> int:
+        """Token positions that :meth:`log_probs` runs forward for these rows, padding left out."""
+        heads = [row.token_ids[: row.positions[-1]] for row in rows if row.positions]
+        if not self._shares(heads):
+            return sum(len(head) for head in heads)
+        cut = packs(heads, self.micro_batch_tokens)
+        return sum(distinct_prefixes([heads[index] for index in pack]) for pack in cut)
+
+    def _shares(self, heads: Sequence[tuple[int, ...]]) -> bool:
+        """Whether a tree of these beginnings of rows is worth it."""
+        return self.rows_because is None and distinct_prefixes(heads) <= WORTH_A_TREE * sum(map(len, heads))
 
     # Forward passes
 
@@ -123,6 +178,26 @@ class LanguageModel:
                 states = self.model(**arguments).logits
         return states
 
+    def tree_hidden(self, tree: tree_attention.TreePlan) -> Tensor:
+        """Last hidden states of a tree's nodes, (N, H)."""
+        ready = torch.zeros((1, 1, 1, 1), device=self.device)  # four dimensions: transformers makes no mask of its own
+        with self.autocast():
+            states: Tensor = self.model.base_model(
+                input_ids=tree.token_ids, attention_mask=ready, position_ids=tree.positions, use_cache=False, tree=tree
+            ).last_hidden_state
+        return states[0]
+
+    def rows_hidden(self, ids: Tensor, positions: Tensor, rows: tree_attention.DecodingRows) -> Tensor:
+        """Last hidden states (R, H) of one more token a row, ids and positions (R,); its keys and values are kept."""
+        ready = torch.zeros((1, 1, 1, 1), device=self.device)
+        with self.autocast():
+            states: Tensor = self.model.base_model(
+                input_ids=ids.unsqueeze(-1), attention_mask=ready, position_ids=positions.unsqueeze(-1),
+                use_cache=False, rows=rows,
+            ).last_hidden_state  # fmt: skip
+        rows.length += 1
+        return states[:, 0]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits (N, V) of hidden states (N, H) from :meth:`hidden`; the head runs in fp32 also on a GPU."""
         if not self.plain_head:
@@ -137,8 +212,10 @@ class LanguageModel:
     def log_probs(self, rows: Sequence[ScoreRow], *, temperature: float, top_p: float) -> Tensor:
         """See :meth:`sparring.policies.contract.TrainablePolicy.log_probs`.
 
-        Rows are padded on the right and need no mask: causal attention never looks at what comes after. Rows of similar
-        length go together, and nothing after a row's last wanted position is forwarded.
+        Rows that share beginnings are merged into trees of at most ``micro_batch_tokens`` nodes, and each distinct
+        prefix is computed once a tree. Where nothing is shared, or the model cannot (``rows_because``), rows of similar
+        length are padded on the right and need no mask: causal attention never looks at what comes after. Nothing after
+        a row's last wanted position is forwarded.
 
         Raises:
             ValueError: Positions are not ascending, or outside 1 to T - 1.
@@ -153,32 +230,27 @@ class LanguageModel:
         wanted = [number for number, row in enumerate(rows) if row.positions]
         if not wanted:
             return torch.zeros(0, device=self.device)
-        lengths = [rows[number].positions[-1] for number in wanted]
+        heads = [rows[number].token_ids[: rows[number].positions[-1]] for number in wanted]
+        shares = self._shares(heads)
+        cut = packs if shares else _by_length
         parts: list[Tensor] = []
         places: list[int] = []
-        for group in micro_batches(lengths, self.micro_batch_tokens):
+        for group in cut(heads, self.micro_batch_tokens):
             members = [wanted[index] for index in group]
-            parts.append(self._group_log_probs([rows[n] for n in members], temperature, top_p))
+            parts.append(self._group_log_probs([rows[n] for n in members], temperature, top_p, tree=shares))
             places.extend(starts[n] + k for n in members for k in range(len(rows[n].positions)))
         back = torch.empty(total, dtype=torch.int64)
         back[torch.tensor(places)] = torch.arange(total)
         return torch.cat(parts)[back.to(self.device)]
 
-    def _group_log_probs(self, rows: Sequence[ScoreRow], temperature: float, top_p: float) -> Tensor:
-        width = max(row.positions[-1] for row in rows)
-        ids = torch.full((len(rows), width), self.pad_id, dtype=torch.int64)
-        for number, row in enumerate(rows):
-            ids[number, : row.positions[-1]] = torch.tensor(row.token_ids[: row.positions[-1]])
-        row_index = torch.tensor([n for n, row in enumerate(rows) for _ in row.positions])
-        column_index = torch.tensor([p - 1 for row in rows for p in row.positions])
+    def _group_log_probs(self, rows: Sequence[ScoreRow], temperature: float, top_p: float, *, tree: bool) -> Tensor:
         targets = torch.tensor([row.token_ids[p] for row in rows for p in row.positions]).to(self.device)
         checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
         self.model.train(checkpointing)  # transformers checkpoints in training mode only; there is no dropout to wake
         try:
-            hidden = self.hidden(ids.to(self.device))
+            picked = self._tree_states(rows) if tree else self._row_states(rows)
         finally:
             self.model.eval()
-        picked = hidden[row_index.to(self.device), column_index.to(self.device)]
 
         def score(states: Tensor, wanted: Tensor) -> Tensor:
             return token_log_probs(self.logits(states), wanted, temperature, top_p)
@@ -194,6 +266,23 @@ class LanguageModel:
             else:
                 pieces.append(score(states, wanted))
         return torch.cat(pieces)
+
+    def _tree_states(self, rows: Sequence[ScoreRow]) -> Tensor:
+        """Hidden states that predict the wanted positions, (K, H): one forward pass over the rows' tree."""
+        tree = merge([row.token_ids[: row.positions[-1]] for row in rows])
+        states = self.tree_hidden(tree_attention.plan(tree, self.device))
+        wanted = [tree.nodes(number)[[p - 1 for p in row.positions]] for number, row in enumerate(rows)]
+        return states[torch.from_numpy(np.concatenate(wanted)).to(self.device)]
+
+    def _row_states(self, rows: Sequence[ScoreRow]) -> Tensor:
+        """The same, row by row and padded."""
+        width = max(row.positions[-1] for row in rows)
+        ids = torch.full((len(rows), width), self.pad_id, dtype=torch.int64)
+        for number, row in enumerate(rows):
+            ids[number, : row.positions[-1]] = torch.tensor(row.token_ids[: row.positions[-1]])
+        row_index = torch.tensor([n for n, row in enumerate(rows) for _ in row.positions])
+        column_index = torch.tensor([p - 1 for row in rows for p in row.positions])
+        return self.hidden(ids.to(self.device))[row_index.to(self.device), column_index.to(self.device)]
 
     # Adapters
 

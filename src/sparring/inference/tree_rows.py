@@ -1,0 +1,206 @@
+"""Rows that share beginnings: the prompts' tree is prefilled once, and what rows share is attended to once for all.
+
+A segment that several rows have above them stays in the tree's store, where all of them attend to it in one product.
+What is a row's own is copied into its buffer, right-aligned, where its reply is appended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparring.inference.padded_rows import Prompt
+from sparring.policies.language_model import LanguageModel
+from sparring.policies.tree_attention import DecodingRows, NodeStore, Span, chunk_plan
+from sparring.tokens.prefix_tree import PrefixTree, Segment, merge, shared_length
+
+WORTH_SHARING = 64
+"""Tokens that a shared segment must save a step: below that, a product of its own costs more than it saves."""
+
+
+class TreeRows:
+    """Rows decoded together; see ``padded_rows.PaddedRows`` for the other kind.
+
+    Attributes:
+        prompts: The prompts of the rows, in the order of the rows (a prompt has one row for each request).
+        logits: fp32 (R, V), after the prompts.
+        lengths: int64 (R,): prompt tokens of each row.
+        prefilled: Token positions computed for the prompts.
+    """
+
+    def __init__(
+        self, core: LanguageModel, waiting: Sequence[Prompt], *, prefill_tokens: int, cache_bytes: int, new_tokens: int
+    ) -> None:
+        self.core, self.new_tokens = core, new_tokens
+        started = time.perf_counter()
+        self.prompts = _admitted(waiting, cache_bytes // core.bytes_per_position, new_tokens)
+        tree = split_long(merge([prompt.ids for prompt in self.prompts]), prefill_tokens)
+        store = NodeStore(tree.size)
+        last = [int(tree.nodes(number)[-1]) for number in range(len(self.prompts))]
+        hidden = self._prefill(tree, store, last, prefill_tokens)
+        repeats = [number for number, prompt in enumerate(self.prompts) for _ in prompt.requests]
+        self.logits = core.logits(hidden[torch.tensor(repeats, device=core.device)])
+        self.lengths = torch.tensor([len(self.prompts[number].ids) for number in repeats], device=core.device)
+        self.prefilled = tree.size
+        self._own, self._rows = self._lay_out(tree, store, repeats)
+        self.prefill_seconds = time.perf_counter() - started
+
+    def forward(self, chosen: Tensor, step: int) -> Tensor:
+        """Hidden states (R, H) after one more token a row; ``step`` counts from 0."""
+        return self.core.rows_hidden(chosen, self.lengths + step, self._rows)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only, ascending; columns that are padding in all of them go too."""
+        kept = rows.tolist()
+        before = self._rows
+        longest = int(self._own.max())
+        self._own, self.lengths = self._own[rows], self.lengths[rows]
+        drop = longest - int(self._own.max())
+        spans = []
+        for span in before.spans:
+            start, stop = (int(np.searchsorted(kept, edge)) for edge in (span.start, span.stop))
+            if stop > start:
+                spans.append(Span(
+                    start=start, stop=stop, first_node=span.first_node, column=span.column, length=span.length
+                ))  # fmt: skip
+        for table in (before.keys, before.values):
+            for layer in list(table):
+                table[layer] = table[layer][:, :, drop:].index_select(0, rows)
+        mask = before.mask[rows]
+        before.mask = torch.cat([mask[..., : before.shared], mask[..., before.shared + drop :]], dim=-1)
+        before.spans, before.length = spans, before.length - drop
+
+    def _prefill(self, tree: PrefixTree, store: NodeStore, wanted: Sequence[int], budget: int) -> Tensor:
+        """All nodes, chunk by chunk; returns the hidden states of the wanted ones."""
+        place: dict[int, Tensor] = {}
+        asked = set(wanted)
+        for chunk in chunks(tree.segments, budget):
+            first, stop = tree.segments[chunk.start].start, tree.segments[chunk[-1]].stop
+            states = self.core.tree_hidden(chunk_plan(tree, chunk, store, self.core.device))
+            place |= {node: states[node - first] for node in asked if first <= node < stop}
+        return torch.stack([place[node] for node in wanted])
+
+    def _lay_out(self, tree: PrefixTree, store: NodeStore, repeats: Sequence[int]) -> tuple[Tensor, DecodingRows]:
+        """Which segments are shared, and buffers with what is not."""
+        device = self.core.device
+        spans = shared_spans(tree, repeats)
+        shared = max((span.column + span.length for span in spans), default=0)
+        own: list[np.ndarray] = []
+        covered = np.zeros((len(repeats), shared), dtype=bool)
+        for row, prompt in enumerate(repeats):
+            nodes = tree.nodes(prompt)
+            mine = np.ones(len(nodes), dtype=bool)
+            for span in spans:
+                if span.start <= row < span.stop:
+                    mine[span.column : span.column + span.length] = False
+                    covered[row, span.column : span.column + span.length] = True
+            own.append(nodes[mine])
+        width = max(len(nodes) for nodes in own)
+        index = np.zeros((len(own), width), dtype=np.int64)
+        for row, nodes in enumerate(own):
+            index[row, width - len(nodes) :] = nodes
+        flat = torch.from_numpy(index.reshape(-1)).to(device)
+
+        def buffer(table: Tensor) -> Tensor:
+            heads, _, size = table.shape
+            made = table.new_zeros((len(own), heads, width + self.new_tokens, size))
+            made[:, :, :width] = table.index_select(1, flat).view(heads, len(own), width, size).transpose(0, 1)
+            return made
+
+        lengths = torch.tensor([len(nodes) for nodes in own])
+        seen = torch.cat(
+            [
+                torch.from_numpy(covered),
+                torch.arange(width + self.new_tokens) >= (width - lengths).unsqueeze(-1),
+            ],
+            dim=1,
+        )
+        mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None, None, :].to(device)
+        rows = DecodingRows(
+            store=store, spans=spans, shared=shared, keys={n: buffer(t) for n, t in store.keys.items()},
+            values={n: buffer(t) for n, t in store.values.items()}, mask=mask, length=width,
+        )  # fmt: skip
+        return lengths.to(device), rows
+
+
+def _admitted(waiting: Sequence[Prompt], positions: int, new_tokens: int) -> list[Prompt]:
+    """The first of the prompts, in the order of their tokens, whose tree and rows fit into so many positions."""
+    taken: list[Prompt] = []
+    nodes = rows = longest = 0
+    before: tuple[int, ...] = ()
+    for prompt in sorted(waiting, key=lambda prompt: prompt.ids):
+        nodes += len(prompt.ids) - shared_length(before, prompt.ids)
+        rows, longest = rows + len(prompt.requests), max(longest, len(prompt.ids))
+        if taken and nodes + rows * (longest + new_tokens) > positions:
+            break
+        taken.append(prompt)
+        before = prompt.ids
+    return taken
+
+
+def split_long(tree: PrefixTree, budget: int) -> PrefixTree:
+    """The same tree with segments of at most ``budget`` nodes."""
+    if all(segment.length <= budget for segment in tree.segments):
+        return tree
+    made: list[Segment] = []
+    last_part: dict[int, int] = {}
+    for number, segment in enumerate(tree.segments):
+        parent = None if segment.parent is None else last_part[segment.parent]
+        for start in range(segment.start, segment.stop, budget):
+            stop = min(start + budget, segment.stop)
+            made.append(Segment(start=start, stop=stop, parent=parent, depth=segment.depth + start - segment.start))
+            parent = len(made) - 1
+        last_part[number] = len(made) - 1
+    starts = [segment.start for segment in made]
+    ends = []
+    for row, end in enumerate(tree.row_ends):
+        if end < 0:
+            ends.append(end)
+            continue
+        segment = tree.segments[end]
+        node = segment.start + tree.row_lengths[row] - segment.depth - 1
+        ends.append(int(np.searchsorted(starts, node, side="right")) - 1)
+    return PrefixTree(
+        token_ids=tree.token_ids, depths=tree.depths, segments=tuple(made), row_ends=tuple(ends),
+        row_lengths=tree.row_lengths,
+    )  # fmt: skip
+
+
+def chunks(segments: Sequence[Segment], budget: int) -> list[range]:
+    """Runs of segments of at most ``budget`` nodes together, each segment within it."""
+    found: list[range] = []
+    size = 0
+    for number, segment in enumerate(segments):
+        if found and size + segment.length <= budget:
+            found[-1] = range(found[-1].start, number + 1)
+            size += segment.length
+        else:
+            found.append(range(number, number + 1))
+            size = segment.length
+    return found
+
+
+def shared_spans(tree: PrefixTree, repeats: Sequence[int]) -> list[Span]:
+    """Segments worth attending to together, with the rows below them; ``repeats`` names the prompt of each row.
+
+    Rows are in depth-first order, so those that hold the whole of a segment are neighbours (one that ends within it
+    comes before them).
+    """
+    rows_of: dict[int, list[int]] = {}
+    for row, prompt in enumerate(repeats):
+        end = tree.row_ends[prompt]
+        whole = tree.row_lengths[prompt] == tree.segments[end].depth + tree.segments[end].length
+        for segment in [*tree.ancestors(end), *([end] if whole else [])]:
+            rows_of.setdefault(segment, []).append(row)
+    spans = []
+    for number, rows in sorted(rows_of.items()):
+        held = tree.segments[number]
+        if (len(rows) - 1) * held.length >= WORTH_SHARING:
+            spans.append(Span(
+                start=rows[0], stop=rows[-1] + 1, first_node=held.start, column=held.depth, length=held.length
+            ))  # fmt: skip
+    return spans

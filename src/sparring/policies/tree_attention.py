@@ -1,0 +1,286 @@
+"""Attention over a prefix tree, plugged into transformers' attention interface: each position attends to its ancestors.
+
+All nodes of a tree go through the model as one row. Queries attend in *blocks*: a segment, or sibling leaves together,
+to the segments above in full and to their own part causally. A dense mask over the whole tree would cost more than the
+sharing saves. Everything but attention is position by position, so nothing else of a model needs to know.
+
+Three uses: ``tree`` alone (the learner: one pass with gradients), ``tree`` with a store (the sampler's prefill, in
+chunks: keys and values of all nodes are kept), and ``rows`` (decoding: rows below a segment attend to it together).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from sparring.tokens.prefix_tree import PrefixTree
+
+NAME = "sparring_tree"
+"""Of the implementation; without a tree it is the same as ``sdpa``."""
+BLOCK_TOKENS = 256
+"""Sibling leaves attend together up to this many tokens: fewer calls, at the price of their mutual blank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Queries that attend in one call."""
+
+    own: range
+    """Segments whose nodes are the queries; siblings if several."""
+    ancestors: tuple[int, ...]
+    """Segments above, root first."""
+    mask: Tensor | None
+    """Added to the scores, (own nodes, ancestors' and own nodes); bool off the CPU. None: plain causal, no ancestors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreePlan:
+    """A tree as the model takes it."""
+
+    token_ids: Tensor
+    """int64 (1, N)."""
+    positions: Tensor
+    """int64 (1, N): depths."""
+    lengths: tuple[int, ...]
+    """Nodes of each segment."""
+    block_lengths: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    store: NodeStore | None = None
+    """Where keys and values of all nodes are kept, those of earlier chunks among them."""
+    starts: tuple[int, ...] = ()
+    """First node of every segment of the whole tree, and the number of nodes; with a store."""
+    first: int = 0
+    """First segment of this chunk."""
+
+
+class NodeStore:
+    """Keys and values of a tree's nodes, by layer, (key-value heads, N, head size) each."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def write(self, layer: int, start: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Nodes from ``start`` on, (heads, n, d) each; returns those of the whole tree."""
+        if layer not in self.keys:
+            self.keys[layer] = key.new_empty((key.shape[0], self.nodes, key.shape[2]))
+            self.values[layer] = value.new_empty((value.shape[0], self.nodes, value.shape[2]))
+        keys, values = self.keys[layer], self.values[layer]
+        keys[:, start : start + key.shape[1]] = key
+        values[:, start : start + value.shape[1]] = value
+        return keys, values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A shared segment and the rows that attend to it."""
+
+    start: int
+    stop: int
+    """Rows ``start`` to ``stop``."""
+    first_node: int
+    column: int
+    """Depth of its first node: the column of its scores."""
+    length: int
+
+
+@dataclass(kw_only=True, slots=True)
+class DecodingRows:
+    """Rows that are decoded together: what they share stands in the store, what is their own in buffers.
+
+    Columns of the scores: ``shared`` for depths of shared segments, then the buffers' own.
+    """
+
+    store: NodeStore
+    spans: list[Span]
+    shared: int
+    keys: dict[int, Tensor]
+    """Of each layer, (rows, key-value heads, own columns and those to come, head size)."""
+    values: dict[int, Tensor]
+    mask: Tensor
+    """Added to the scores, (rows, 1, 1, all columns): -inf where a row has nothing."""
+    length: int = 0
+    """Filled columns of the buffers."""
+
+
+def chunk_plan(
+    tree: PrefixTree, segments: range, store: NodeStore, device: torch.device
+) -> TreePlan:  # fmt: skip
+    """A run of a tree's segments, to be computed when those before them are in the store."""
+    whole = plan(tree, device, only=segments)
+    nodes = slice(tree.segments[segments.start].start, tree.segments[segments[-1]].stop)
+    starts = (*(segment.start for segment in tree.segments), tree.size)
+    return replace(
+        whole, token_ids=whole.token_ids[:, nodes], positions=whole.positions[:, nodes], store=store, starts=starts,
+        first=segments.start,
+    )  # fmt: skip
+
+
+def plan(tree: PrefixTree, device: torch.device, *, only: range | None = None) -> TreePlan:
+    """Blocks of a tree (or of these segments of it) and their masks, made once for all layers."""
+    parents = {segment.parent for segment in tree.segments}
+    chosen = range(len(tree.segments)) if only is None else only
+    blocks: list[range] = []
+    size = 0
+    for number in chosen:
+        segment = tree.segments[number]
+        leaf = number not in parents
+        last = blocks[-1] if blocks else range(0)
+        joins = (
+            leaf
+            and bool(last)
+            and last[-1] not in parents
+            and segment.parent is not None
+            and tree.segments[last[-1]].parent == segment.parent
+            and size + segment.length <= BLOCK_TOKENS
+        )
+        if joins:
+            blocks[-1] = range(last.start, number + 1)
+            size += segment.length
+        else:
+            blocks.append(range(number, number + 1))
+            size = segment.length
+    made = tuple(_block(tree, own, device) for own in blocks)
+    return TreePlan(
+        token_ids=torch.from_numpy(tree.token_ids).unsqueeze(0).to(device),
+        positions=torch.from_numpy(tree.depths).unsqueeze(0).to(device),
+        lengths=tuple(tree.segments[s].length for s in chosen),
+        block_lengths=tuple(sum(tree.segments[s].length for s in own) for own in blocks), blocks=made,
+    )  # fmt: skip
+
+
+def _block(tree: PrefixTree, own: range, device: torch.device) -> Block:
+    ancestors = tuple(tree.ancestors(own[0]))
+    if not ancestors and len(own) == 1:
+        return Block(own=own, ancestors=(), mask=None)
+    above = sum(tree.segments[s].length for s in ancestors)
+    label = torch.cat([torch.full((tree.segments[s].length,), s) for s in own])
+    order = torch.arange(len(label))
+    within = (label[:, None] == label[None, :]) & (order[None, :] <= order[:, None])
+    seen = torch.cat([torch.ones(len(label), above, dtype=torch.bool), within], dim=1)
+    if device.type != "cpu":
+        return Block(own=own, ancestors=ancestors, mask=seen.to(device))
+    return Block(own=own, ancestors=ancestors, mask=torch.zeros(seen.shape).masked_fill(~seen, float("-inf")))
+
+
+def tree_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    tree: TreePlan | None = None, rows: DecodingRows | None = None, **other: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' contract of an attention function; query (1, heads, N, d), key and value with their own heads."""
+    if rows is not None:
+        return _decode(module, query, key, value, rows, other["scaling"]), None
+    if tree is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **other)
+    if tree.store is not None:
+        return _prefill(module, query, key, value, tree, tree.store, other["scaling"]), None
+    keys, values = key.split(tree.lengths, dim=2), value.split(tree.lengths, dim=2)
+    found = []
+    for block, own in zip(tree.blocks, query.split(tree.block_lengths, dim=2), strict=True):
+        seen = [*block.ancestors, *block.own]
+        found.append(
+            scaled_dot_product_attention(
+                own, _joined(keys, seen), _joined(values, seen), attn_mask=block.mask, is_causal=block.mask is None,
+                scale=other.get("scaling"), enable_gqa=key.shape[1] != query.shape[1],
+            )
+        )  # fmt: skip
+    return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _prefill(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, tree: TreePlan, store: NodeStore, scale: float
+) -> Tensor:
+    """A chunk attends to itself and to what the store holds; returns (1, n, heads, d)."""
+    keys, values = store.write(module.layer_idx, tree.starts[tree.first], key[0], value[0])
+    found = []
+    for block, own in zip(tree.blocks, query.split(tree.block_lengths, dim=2), strict=True):
+        runs = _runs(tree.starts, [*block.ancestors, *block.own])
+        seen_keys, seen_values = (
+            (table[:, runs[0]] if len(runs) == 1 else torch.cat([table[:, run] for run in runs], dim=1)).unsqueeze(0)
+            for table in (keys, values)
+        )
+        found.append(
+            scaled_dot_product_attention(
+                own, seen_keys, seen_values, attn_mask=block.mask, is_causal=block.mask is None, scale=scale,
+                enable_gqa=key.shape[1] != query.shape[1],
+            )
+        )  # fmt: skip
+    return torch.cat(found, dim=2).transpose(1, 2).contiguous()
+
+
+def _runs(starts: Sequence[int], segments: Sequence[int]) -> list[slice]:
+    """The nodes of segments, neighbours joined."""
+    runs: list[slice] = []
+    for segment in segments:
+        if runs and runs[-1].stop == starts[segment]:
+            runs[-1] = slice(runs[-1].start, starts[segment + 1])
+        else:
+            runs.append(slice(starts[segment], starts[segment + 1]))
+    return runs
+
+
+def _decode(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, rows: DecodingRows, scale: float
+) -> Tensor:  # fmt: skip
+    """One token a row, query (R, heads, 1, d): one softmax over shared and own columns; returns (R, 1, heads, d)."""
+    layer = module.layer_idx
+    own_keys, own_values = rows.keys[layer], rows.values[layer]
+    end = rows.length + 1
+    own_keys[:, :, rows.length : end], own_values[:, :, rows.length : end] = key, value
+    count, heads, _, size = query.shape
+    groups = key.shape[1]
+    queries = (query * scale).view(count, groups, heads // groups, size)
+    scores = queries.new_zeros((count, groups, heads // groups, rows.shared + end))
+    torch.matmul(queries, own_keys[:, :, :end].transpose(-1, -2), out=scores[..., rows.shared :])
+    store_keys, store_values = rows.store.keys[layer], rows.store.values[layer]
+    for span in rows.spans:
+        nodes = slice(span.first_node, span.first_node + span.length)
+        asked = queries[span.start : span.stop].transpose(0, 1).flatten(1, 2)
+        answer = asked @ store_keys[:, nodes].transpose(-1, -2)
+        scores[span.start : span.stop, :, :, span.column : span.column + span.length] = answer.view(
+            groups, span.stop - span.start, -1, span.length
+        ).transpose(0, 1)
+    shares = (scores + rows.mask[..., : rows.shared + end]).softmax(dim=-1)
+    found = shares[..., rows.shared :] @ own_values[:, :, :end]
+    for span in rows.spans:
+        nodes = slice(span.first_node, span.first_node + span.length)
+        part = shares[span.start : span.stop, :, :, span.column : span.column + span.length]
+        answer = part.transpose(0, 1).flatten(1, 2) @ store_values[:, nodes]
+        found[span.start : span.stop] += answer.view(groups, span.stop - span.start, -1, size).transpose(0, 1)
+    return found.reshape(count, 1, heads, size)
+
+
+def _joined(pieces: Sequence[Tensor], which: Sequence[int]) -> Tensor:
+    return pieces[which[0]] if len(which) == 1 else torch.cat([pieces[s] for s in which], dim=2)
+
+
+def why_not(model: Any) -> str | None:
+    """Why a model must go row by row, or None: its attention, positions or dropout depend on more than ancestors."""
+    config = model.config.get_text_config(decoder=True)
+    if str(model.config._attn_implementation) != "sdpa":
+        return f"its attention is {model.config._attn_implementation}, not sdpa"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return f"not all of its layers attend to the whole past ({', '.join(sorted(kinds))})"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return f"it attends through a window of {config.sliding_window} tokens"
+    if getattr(config, "attention_dropout", 0.0):
+        return "it has dropout in its attention"
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kind = ropes.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        return f"its positions ({kind}) depend on the length of the row"
+    return None
+
+
+AttentionInterface.register(NAME, tree_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
