@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full test lint clean bench-farmers
+.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick
 
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -54,6 +54,21 @@ lint: $(STAMP) ## Check style, formatting, import contracts and types
 
 bench-farmers: $(STAMP) ## Measure the honest bot against every way to farm the market
 	$(BIN)/python benchmarks/farmers.py
+
+bench-venv: .venv-bench/.installed ## Make .venv-bench with the tools that we measure against
+
+.venv-bench/.installed: $(STAMP) benchmarks/rivals.txt
+	$(BIN)/python -m venv --clear .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r benchmarks/rivals.txt
+	touch .venv-bench/.installed
+
+bench-grpo: $(STAMP) bench-venv ## Measure a GRPO step beside TRL's, at 300/48/8 and 1000/48/16 (an hour; needs smollm2)
+	$(BIN)/python benchmarks/grpo_step.py --prompt 300 --new 48 --group 8
+	$(BIN)/python benchmarks/grpo_step.py --prompt 1000 --new 48 --group 16
+
+bench-tick: $(STAMP) ## Measure a tick of 30 agents beside rows (half an hour; needs smollm2)
+	$(BIN)/python benchmarks/market_tick.py --gate 0.03
+	$(BIN)/python benchmarks/market_tick.py --gate off
 
 clean: ## Remove caches and build products (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

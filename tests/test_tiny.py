@@ -65,20 +65,15 @@ def test_the_start_is_honest(tiny: CausalLM) -> None:
     figures = f"valid {valid / replies:.3f} accepted {accepted / replies:.3f} copies {sum(copies)}/{len(copies)}"
     print(figures)
     assert valid / replies >= 0.90
-    assert accepted / replies >= 0.70
+    assert accepted / replies >= 0.90
     assert len(copies) >= 50
-    assert sum(copies) / len(copies) >= 0.40  # a floor against going back
-    if sum(copies) / len(copies) < 0.95:
-        pytest.xfail(f"ids and seeds are to be copied in 95 % of cases: {figures}")
+    assert sum(copies) / len(copies) >= 0.95
 
 
 def test_red_takes_something_from_people_it_has_never_met(tiny: CausalLM) -> None:
     situations = [s for s in MarketSuite().situations(count=160, seed=3) if s.team == "red"]
     rows = play_policy(tiny, situations, SETTINGS, seed=3)
-    if not sum(row.taken for row in rows) > 0:
-        pytest.xfail(
-            "red's takings are to be above zero on the held-out panel: it does not copy handles well enough yet"
-        )
+    assert sum(row.taken for row in rows) > 0
 
 
 def test_it_is_small_and_half_precision() -> None:

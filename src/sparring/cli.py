@@ -282,7 +282,7 @@ def _run(arguments: list[str], *, whole_process: bool) -> int:
         print(help_text(command))
         return 0
     if whole_process and command.computes:
-        _restart_with_allocator()
+        restart_with_allocator()
     as_json = "--json" in rest
     result = command.run([token for token in rest if token != "--json"])
     show(result, as_json=as_json)
@@ -305,7 +305,7 @@ def _no_command(arguments: list[str]) -> str:
     return f"no command {arguments[0]!r}{nearest(arguments[0], {command.words[0] for command in _ALL})}"
 
 
-def _restart_with_allocator() -> None:
+def restart_with_allocator() -> None:
     """Replace this process by the same one with ALLOCATOR in its environment, unless it is there or has no meaning."""
     missing = {name: value for name, value in ALLOCATOR.items() if name not in os.environ}
     if not missing or sys.platform != "linux" or not sys.executable:
