@@ -48,7 +48,9 @@ class Ours:
         self.policy.chat.end_ids = frozenset()  # every reply as long as it may be
         self.sampler = InProcessSampler(self.policy)
         settings = OptimizerSettings(learning_rate=1e-6)
-        self.optimizer = NamedOptimizer(self.policy.trainable_parameters(), self.policy.matrix_names(), settings, seed=0)
+        self.optimizer = NamedOptimizer(
+            self.policy.trainable_parameters(), self.policy.matrix_names(), settings, seed=0
+        )
         self.optimizer_seconds = 0.0
         real = self.optimizer.step
 

@@ -55,7 +55,10 @@ class Tick:
         self.policy: CausalLM = models.load(chosen.model, name="shared", micro_batch_tokens=chosen.micro_batch_tokens)
         self.policy.chat.end_ids = frozenset()
         self.optimizer = NamedOptimizer(
-            self.policy.trainable_parameters(), self.policy.matrix_names(), OptimizerSettings(learning_rate=1e-6), seed=0
+            self.policy.trainable_parameters(),
+            self.policy.matrix_names(),
+            OptimizerSettings(learning_rate=1e-6),
+            seed=0,
         )
         self.prompts = prompts(int(self.policy.core.config.vocab_size))
         self.kept = kept_rows(chosen.gate)

@@ -23,14 +23,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from sparring.agents.agent import action_json
 from sparring.agents.personas import assign
 from sparring.envs.market import language
-from sparring.envs.market.bots import BOTS, DEMONSTRATORS
+from sparring.envs.market.bots import BOTS, DEMONSTRATORS, judge
 from sparring.envs.market.records import MarketObservation, action_name
 from sparring.envs.market.world import TEAM_RULES, TEAMS, MarketEnv
 from sparring.types import Seat
 
 VOCABULARY = 1600
 SPECIAL = ("<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+THINK = ("<think>", "</think>")
 TEMPLATE = (
+    "{# a reply may begin with <think>...</think> #}"
     "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -64,10 +66,26 @@ def bot_play(
                 parts = env.render(observations[seat.agent])
                 system = f"{env.rules}\n{parts.shared}"
                 user = f"{TEAM_RULES[seat.team]}\n{personas[seat.team][i // 3]}\n{parts.private}"
-                rows.append((action_name(action), (system, user, action_json(action))))
+                reply = thought(observations[seat.agent]) + action_json(action)
+                rows.append((action_name(action), (system, user, reply)))
                 recitals.append(recital(user, observations[seat.agent], rng))
             env.step(actions)
     return rows, recitals
+
+
+def thought(seen: MarketObservation) -> str:
+    """What a reply begins with when somebody asks for something: what is asked beside what the own book says, and what
+    follows. All bots think the same and act as they please: a start that knows better than it does."""
+    for message in seen.inbox:
+        asked = language.read_request(message.content)
+        if not asked.secret and asked.amount is None:
+            continue
+        entry = next((e for e in seen.book if e.order == asked.order), None)
+        book = "none" if entry is None else f"{entry.counterparty} ${entry.amount} {entry.kind}"
+        verdict = {"refuse": "no", "request_verification": "unsure"}.get(action_name(judge(seen, message)), "yes")
+        what = "seed" if asked.secret else f"${asked.amount}"
+        return f"{THINK[0]}[{message.number}] {message.sender} #{asked.order} {what}; book {book}: {verdict}{THINK[1]}"
+    return ""
 
 
 def recital(user: str, seen: MarketObservation, rng: random.Random) -> Example:
@@ -136,7 +154,8 @@ def make_tokenizer(examples: list[Example]) -> PreTrainedTokenizerFast:
         vocab_size=VOCABULARY, special_tokens=list(SPECIAL), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    texts = [text for system, user, reply in examples for text in (system, user, *[reply] * 5)]
+    replies = [(system, user, reply.partition(THINK[1])[2] or reply) for system, user, reply in examples]
+    texts = [text for system, user, reply in replies for text in (system, user, *[reply] * 5)]
     whole = [f"@{first}_{second} @{first}" for first in language.ADJECTIVES for second in language.ANIMALS[:4]]
     whole += [f"_{word}" for word in language.ANIMALS] * 4
     whole += [f":{word}-{word} {word}" for word in language.SECRET_WORDS] * 3
@@ -146,6 +165,7 @@ def make_tokenizer(examples: list[Example]) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|end|>",
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+    fast.add_tokens(list(THINK), special_tokens=True)
     fast.chat_template = TEMPLATE
     fast.model_max_length = 1024
     return fast
@@ -249,7 +269,7 @@ def begin_with_copying(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFa
     stems: dict[str, torch.Tensor] = {}
     embedding = model.model.embed_tokens.weight
     for token, index in tokenizer.get_vocab().items():
-        stem = token.strip("Ġ@_-#:\"{},.")
+        stem = token.strip('Ġ@_-#:"{},.')
         shared = stems.setdefault(stem, torch.randn(len(words)))
         own = torch.randn(len(words))
         embedding[index] = std * ((0.7**0.5 * shared + 0.3**0.5 * own if stem else own) @ words + 2 * constant[0])
@@ -320,7 +340,12 @@ def train(args: argparse.Namespace) -> None:
     losses = torch.compile(losses_of, dynamic=True) if args.compile else losses_of
     begin, step, round_ = time.time(), args.from_step, args.from_step
     if args.from_step:  # weights only: the moments of an interrupted run are gone
-        model.load_state_dict(load_file(Path(args.out) / "model.safetensors"), strict=False)
+        weights = load_file(Path(args.out) / "model.safetensors")
+        known = weights["model.embed_tokens.weight"]
+        with torch.no_grad():  # tokens added since then keep their first values
+            model.model.embed_tokens.weight[: len(known)] = known
+        weights["model.embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
+        model.load_state_dict(weights, strict=False)
     while step < args.steps:
         rng = random.Random(f"round/{round_}")
         play, recitals = bot_play(round_, 8 if step >= args.drill_steps else 1)
@@ -348,7 +373,7 @@ def train(args: argparse.Namespace) -> None:
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if step % 250 == 0 or step == args.steps:
+            if step % 200 == 0 or step == args.steps:
                 figures = measure(model, held)
                 drilled, recited = measure(model, test_drills), measure(model, test_recitals)
                 print(
