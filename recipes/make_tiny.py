@@ -13,6 +13,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sparring.agents.agent import action_json
 from sparring.agents.personas import assign
-from sparring.envs.market import language
+from sparring.envs.market import language, residents
 from sparring.envs.market.bots import BOTS, DEMONSTRATORS, judge
 from sparring.envs.market.records import MarketObservation, action_name
 from sparring.envs.market.world import TEAM_RULES, TEAMS, MarketEnv
@@ -46,11 +47,13 @@ Example = tuple[str, str, str]
 
 
 def bot_play(
-    seed: int, worlds: int, *, red_sender_share: float = 0.4
+    seed: int, worlds: int, *, red_sender_share: float = 0.4, loose: float = 0.5
 ) -> tuple[list[tuple[str, Example]], list[Example]]:
     """(action name, example) of every seat and tick, and a recital of each prompt. Attacks are more frequent than in
-    the world itself."""
+    the world itself, and this share of the residents' requests is in loose words: a request is known by what it asks
+    for."""
     rows, recitals = [], []
+    residents.word_request = loose_words(loose)
     for episode in range(worlds):
         env = MarketEnv(red_sender_share=red_sender_share)
         rng = random.Random(f"tiny/{seed}/{episode}")
@@ -73,6 +76,23 @@ def bot_play(
     return rows, recitals
 
 
+def loose_words(share: float) -> Callable[..., str]:
+    """In place of ``language.word_request``: for this share of requests, words at random about what is asked."""
+    pool = [w for family in language.families("train") for text in family.wordings for w in text.split()]
+    pool += [w for team in TEAMS for text in assign(team, 20, rng=random.Random(0)) for w in text.lower().split()]
+    pool = sorted({w for w in pool if w.strip(",.:").isalpha() and w.strip(",.:") != "seed"})
+
+    def word(family: language.Family, *, order: int, amount: int, rng: random.Random) -> str:
+        if not share or rng.random() >= share:
+            return language.word_request(family, order=order, amount=amount, rng=rng)
+        words = rng.sample(pool, rng.randint(2, 7))
+        for what in (f"#{order}", f"${amount}" if family.ask == "pay" else "seed"):
+            words.insert(rng.randint(0, len(words)), what)
+        return " ".join(words)
+
+    return word
+
+
 def thought(seen: MarketObservation) -> str:
     """What a reply begins with when somebody asks for something: what is asked beside what the own book says, and what
     follows. All bots think the same and act as they please: a start that knows better than it does."""
@@ -84,7 +104,9 @@ def thought(seen: MarketObservation) -> str:
         book = "none" if entry is None else f"{entry.counterparty} ${entry.amount} {entry.kind}"
         verdict = {"refuse": "no", "request_verification": "unsure"}.get(action_name(judge(seen, message)), "yes")
         what = "seed" if asked.secret else f"${asked.amount}"
-        return f"{THINK[0]}[{message.number}] {message.sender} #{asked.order} {what}; book {book}: {verdict}{THINK[1]}"
+        sender = message.sender + (" badge" if message.badge else "")
+        sender += f" checked {message.checked}" if message.checked else ""
+        return f"{THINK[0]}[{message.number}] {sender} #{asked.order} {what}; book {book}: {verdict}{THINK[1]}"
     return ""
 
 
@@ -309,7 +331,7 @@ def train(args: argparse.Namespace) -> None:
     random.seed(0)
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
-    first, recitals = bot_play(10_000, 12)
+    first, recitals = bot_play(10_000, 12, loose=0.0)
     drills = [drill(random.Random(f"tokens/{i}")) for i in range(500)]
     tokenizer = make_tokenizer([example for _, example in first] + drills + recitals[:500])
     config = LlamaConfig(

@@ -148,6 +148,37 @@ def test_every_distinct_prefix_is_prefilled_once(policy: CausalLM) -> None:
     assert sampler.statistics.prompt_tokens == sum(len(request.prompt_ids) for request in asked) > 2 * distinct
 
 
+def test_what_was_shared_is_not_computed_again_while_the_weights_stand(policy: CausalLM) -> None:
+    first, second = market(4), market(4, repeats=3)[::-1]
+    sampler = InProcessSampler(policy)
+    sampler.sample(first, GREEDY)
+    whole = sampler.statistics.prefilled_tokens
+    sampler.reset_statistics()
+    again = sampler.sample(second, GREEDY)
+    assert 0 < sampler.statistics.prefilled_tokens < whole / 2
+    alone = InProcessSampler(policy).sample(second, GREEDY)
+    assert [reply.token_ids for reply in again] == [reply.token_ids for reply in alone]
+    for one, other in zip(again, alone, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
+    for change in (sampler.forget, lambda: policy.load_state(policy.state())):
+        change()
+        sampler.reset_statistics()
+        sampler.sample(second, GREEDY)
+        assert sampler.statistics.prefilled_tokens == whole
+
+
+def test_other_prompts_take_over_what_they_have_in_common(policy: CausalLM) -> None:
+    asked = market(4)
+    sampler = InProcessSampler(policy, prefill_tokens=20)
+    sampler.sample(asked, GREEDY)
+    shorter = [SampleRequest(prompt_ids=r.prompt_ids[:-1] + (7, 9), key=r.key) for r in asked if len(r.prompt_ids) > 1]
+    sampler.reset_statistics()
+    found = sampler.sample(shorter, GREEDY)
+    alone = InProcessSampler(policy).sample(shorter, GREEDY)
+    assert sampler.statistics.prefilled_tokens < sum(len(r.prompt_ids) for r in shorter) / 4
+    assert [reply.token_ids for reply in found] == [reply.token_ids for reply in alone]
+
+
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1, max_size=10, unique=True)
 
 
@@ -157,7 +188,7 @@ def test_split_segments_are_the_same_tree(rows: list[tuple[int, ...]], budget: i
     tree = split_long(merge(rows), budget)
     assert expand(tree) == rows
     assert max(segment.length for segment in tree.segments) <= budget
-    cut = chunks(tree.segments, budget)
+    cut = chunks(tree.segments, budget, fresh=[True] * len(tree.segments))
     assert [s for chunk in cut for s in chunk] == list(range(len(tree.segments)))
     assert all(sum(tree.segments[s].length for s in chunk) <= budget for chunk in cut)
 

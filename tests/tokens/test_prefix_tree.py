@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparring.tokens.prefix_tree import Segment, distinct_prefixes, expand, merge, packs, shared_length
+from sparring.tokens.prefix_tree import (
+    Segment,
+    corresponding,
+    cut,
+    distinct_prefixes,
+    expand,
+    merge,
+    packs,
+    shared_length,
+)
 
 ROWS = st.lists(st.lists(st.integers(0, 3), max_size=9).map(tuple), max_size=12)
 
@@ -95,3 +104,33 @@ def test_the_tick_of_thirty_agents() -> None:
 @pytest.mark.parametrize("rows", [[], [()], [(), (1,), ()]])
 def test_empty_rows(rows: list[tuple[int, ...]]) -> None:
     assert expand(merge(rows)) == rows
+
+
+@given(ROWS, ROWS)
+@settings(max_examples=300)
+def test_corresponding_nodes_stand_for_the_same_prefix(
+    rows: list[tuple[int, ...]], others: list[tuple[int, ...]]
+) -> None:
+    tree, other = merge(rows), merge(others)
+    found = corresponding(tree, other)
+    prefix = {int(other.nodes(r)[d]): row[: d + 1] for r, row in enumerate(others) for d in range(len(row))}
+    for number, row in enumerate(rows):
+        for depth, node in enumerate(tree.nodes(number).tolist()):
+            assert prefix.get(int(found[node]), None) == (
+                row[: depth + 1] if row[: depth + 1] in prefixes(others) else None
+            )
+
+
+@given(ROWS, st.data())
+@settings(max_examples=300)
+def test_a_cut_tree_is_the_same_with_segments_that_begin_there(
+    rows: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    tree = merge(rows)
+    places = data.draw(st.lists(st.integers(0, tree.size - 1), max_size=5)) if tree.size else []
+    after = cut(tree, places)
+    starts = {segment.start for segment in after.segments}
+    assert expand(after) == rows and starts == {segment.start for segment in tree.segments} | set(places)
+    for number, segment in enumerate(after.segments):
+        assert segment.depth == after.depths[segment.start]
+        assert segment.parent is None or segment.parent < number

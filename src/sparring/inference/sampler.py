@@ -1,4 +1,5 @@
-"""The sampler in this process: prompts are prefilled, what they share once, and replies decoded together.
+"""The sampler in this process: prompts are prefilled, what they share once, and replies decoded together. What they
+shared is kept for the next ones while the weights stand.
 
 Rows come in two kinds with the same three members: ``tree_rows`` where prompts share beginnings, ``padded_rows`` where
 they do not or the model cannot. Each row draws from its own random numbers (a counter-based generator
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from sparring.errors import PromptError
 from sparring.inference.padded_rows import PaddedRows, Prompt, by_prompt
-from sparring.inference.tree_rows import TreeRows
+from sparring.inference.tree_rows import Past, TreeRows
 from sparring.policies.causal_lm import CausalLM
 from sparring.policies.contract import Sampler, SampleRequest
 from sparring.policies.distribution import effective, log_distribution
@@ -67,6 +68,12 @@ class InProcessSampler:
         self.prefill_tokens = prefill_tokens or (1536 if policy.core.device.type == "cpu" else 32768)
         self.cache_bytes = cache_bytes
         self.statistics = SamplerStatistics()
+        self._past: Past | None = None
+        self._past_of: object = None
+
+    def forget(self) -> None:
+        """Drop what prompts shared: the next ones are computed whole, as by a new sampler."""
+        self._past = None
 
     def reset_statistics(self) -> None:
         """Count from 0 again."""
@@ -95,6 +102,10 @@ class InProcessSampler:
                     f"model's context of {limit}: shorten the prompt or lower max_new_tokens"
                 )
         replies: list[Reply | None] = [None] * len(requests)
+        weights = self.policy.fingerprint()
+        if weights != self._past_of:
+            self.forget()
+        self._past_of = weights
         with torch.inference_mode(), self.policy.activated():
             waiting = by_prompt(requests)
             while waiting:
@@ -114,10 +125,12 @@ class InProcessSampler:
         core = self.policy.core
         total = sum(len(prompt.ids) * len(prompt.requests) for prompt in waiting)
         distinct = distinct_prefixes([prompt.ids for prompt in waiting])
-        kind = TreeRows if core.rows_because is None and distinct <= WORTH_A_TREE * total else PaddedRows
-        return kind(
-            core, waiting, prefill_tokens=self.prefill_tokens, cache_bytes=self.cache_bytes, new_tokens=new_tokens
-        )
+        limits = {"prefill_tokens": self.prefill_tokens, "cache_bytes": self.cache_bytes, "new_tokens": new_tokens}
+        if core.rows_because is not None or distinct > WORTH_A_TREE * total:
+            return PaddedRows(core, waiting, **limits)
+        rows = TreeRows(core, waiting, **limits, past=self._past)
+        self._past = rows.past
+        return rows
 
     def _decode(self, state: PaddedRows | TreeRows, settings: SamplingSettings) -> list[tuple[int, Reply]]:
         """Decode until every row has ended or run out; returns (request's index, reply)."""

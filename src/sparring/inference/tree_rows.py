@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,10 +17,18 @@ from torch import Tensor
 from sparring.inference.padded_rows import Prompt
 from sparring.policies.language_model import LanguageModel
 from sparring.policies.tree_attention import DecodingRows, NodeStore, Span, chunk_plan
-from sparring.tokens.prefix_tree import PrefixTree, Segment, merge, shared_length
+from sparring.tokens.prefix_tree import PrefixTree, Segment, corresponding, cut, merge, shared_length
 
 WORTH_SHARING = 64
 """Tokens that a shared segment must save a step: below that, a product of its own costs more than it saves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Past:
+    """What rows shared, with its keys and values: rows to come need not compute it again under the same weights."""
+
+    tree: PrefixTree
+    store: NodeStore
 
 
 class TreeRows:
@@ -30,23 +39,33 @@ class TreeRows:
         logits: fp32 (R, V), after the prompts.
         lengths: int64 (R,): prompt tokens of each row.
         prefilled: Token positions computed for the prompts.
+        past: What they share.
     """
 
     def __init__(
-        self, core: LanguageModel, waiting: Sequence[Prompt], *, prefill_tokens: int, cache_bytes: int, new_tokens: int
-    ) -> None:
+        self, core: LanguageModel, waiting: Sequence[Prompt], *, prefill_tokens: int, cache_bytes: int, new_tokens: int,
+        past: Past | None = None,
+    ) -> None:  # fmt: skip
         self.core, self.new_tokens = core, new_tokens
         started = time.perf_counter()
         self.prompts = _admitted(waiting, cache_bytes // core.bytes_per_position, new_tokens)
-        tree = split_long(merge([prompt.ids for prompt in self.prompts]), prefill_tokens)
+        tree = merge([prompt.ids for prompt in self.prompts])
         store = NodeStore(tree.size)
         last = [int(tree.nodes(number)[-1]) for number in range(len(self.prompts))]
-        hidden = self._prefill(tree, store, last, prefill_tokens)
+        fresh = np.ones(tree.size, dtype=bool)
+        if past is not None:
+            known = corresponding(tree, past.tree)
+            known[last] = -1  # its hidden state is wanted, and only keys and values were kept
+            fresh = known < 0
+            store.copy(past.store, np.flatnonzero(~fresh), known[~fresh])
+        tree = split_long(cut(tree, (np.flatnonzero(fresh[1:] != fresh[:-1]) + 1).tolist()), prefill_tokens)
+        hidden = self._prefill(tree, store, last, prefill_tokens, fresh)
         repeats = [number for number, prompt in enumerate(self.prompts) for _ in prompt.requests]
         self.logits = core.logits(hidden[torch.tensor(repeats, device=core.device)])
         self.lengths = torch.tensor([len(self.prompts[number].ids) for number in repeats], device=core.device)
-        self.prefilled = tree.size
+        self.prefilled = int(fresh.sum())
         self._own, self._rows = self._lay_out(tree, store, repeats)
+        self.past = _past(tree, store, [tree.nodes(repeats[s.start])[: s.column + s.length] for s in self._rows.spans])
         self.prefill_seconds = time.perf_counter() - started
 
     def forward(self, chosen: Tensor, step: int) -> Tensor:
@@ -74,11 +93,13 @@ class TreeRows:
         before.mask = torch.cat([mask[..., : before.shared], mask[..., before.shared + drop :]], dim=-1)
         before.spans, before.length = spans, before.length - drop
 
-    def _prefill(self, tree: PrefixTree, store: NodeStore, wanted: Sequence[int], budget: int) -> Tensor:
-        """All nodes, chunk by chunk; returns the hidden states of the wanted ones."""
+    def _prefill(
+        self, tree: PrefixTree, store: NodeStore, wanted: Sequence[int], budget: int, fresh: np.ndarray
+    ) -> Tensor:
+        """All fresh nodes, chunk by chunk; returns the hidden states of the wanted ones."""
         place: dict[int, Tensor] = {}
         asked = set(wanted)
-        for chunk in chunks(tree.segments, budget):
+        for chunk in chunks(tree.segments, budget, fresh=[bool(fresh[s.start]) for s in tree.segments]):
             first, stop = tree.segments[chunk.start].start, tree.segments[chunk[-1]].stop
             states = self.core.tree_hidden(chunk_plan(tree, chunk, store, self.core.device))
             place |= {node: states[node - first] for node in asked if first <= node < stop}
@@ -144,44 +165,31 @@ def _admitted(waiting: Sequence[Prompt], positions: int, new_tokens: int) -> lis
 
 def split_long(tree: PrefixTree, budget: int) -> PrefixTree:
     """The same tree with segments of at most ``budget`` nodes."""
-    if all(segment.length <= budget for segment in tree.segments):
-        return tree
-    made: list[Segment] = []
-    last_part: dict[int, int] = {}
-    for number, segment in enumerate(tree.segments):
-        parent = None if segment.parent is None else last_part[segment.parent]
-        for start in range(segment.start, segment.stop, budget):
-            stop = min(start + budget, segment.stop)
-            made.append(Segment(start=start, stop=stop, parent=parent, depth=segment.depth + start - segment.start))
-            parent = len(made) - 1
-        last_part[number] = len(made) - 1
-    starts = [segment.start for segment in made]
-    ends = []
-    for row, end in enumerate(tree.row_ends):
-        if end < 0:
-            ends.append(end)
-            continue
-        segment = tree.segments[end]
-        node = segment.start + tree.row_lengths[row] - segment.depth - 1
-        ends.append(int(np.searchsorted(starts, node, side="right")) - 1)
-    return PrefixTree(
-        token_ids=tree.token_ids, depths=tree.depths, segments=tuple(made), row_ends=tuple(ends),
-        row_lengths=tree.row_lengths,
-    )  # fmt: skip
+    return cut(tree, [node for s in tree.segments for node in range(s.start + budget, s.stop, budget)])
 
 
-def chunks(segments: Sequence[Segment], budget: int) -> list[range]:
-    """Runs of segments of at most ``budget`` nodes together, each segment within it."""
+def chunks(segments: Sequence[Segment], budget: int, *, fresh: Sequence[bool]) -> list[range]:
+    """Runs of fresh segments of at most ``budget`` nodes together, each segment within it."""
     found: list[range] = []
     size = 0
     for number, segment in enumerate(segments):
-        if found and size + segment.length <= budget:
+        if not fresh[number]:
+            continue
+        if found and found[-1].stop == number and size + segment.length <= budget:
             found[-1] = range(found[-1].start, number + 1)
             size += segment.length
         else:
             found.append(range(number, number + 1))
             size = segment.length
     return found
+
+
+def _past(tree: PrefixTree, store: NodeStore, paths: Sequence[np.ndarray]) -> Past:
+    """The nodes of these paths, copied out of the store."""
+    kept = merge([tuple(tree.token_ids[path].tolist()) for path in paths])
+    there = NodeStore(kept.size)
+    there.copy(store, np.arange(kept.size), corresponding(kept, tree))
+    return Past(tree=kept, store=there)
 
 
 def shared_spans(tree: PrefixTree, repeats: Sequence[int]) -> list[Span]:

@@ -279,6 +279,9 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
                         consumed={"tick": tick, "episodes": next_episode},
                     )  # fmt: skip
                     rotate(run.checkpoints, config.checkpoint.keep)
+                    for player in players.values():
+                        if isinstance(player, PolicyPlayer):
+                            player.sampler.forget()  # as after a resume, so that both go on alike
         final = _report(
             run, tick, next_episode, policies, counts, reward, env.teams, watch, stopped=tick < config.ticks
         )

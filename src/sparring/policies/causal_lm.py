@@ -326,6 +326,10 @@ class CausalLM:
             for name, tensor in mine.items():
                 tensor.copy_(state[name])
 
+    def fingerprint(self) -> tuple[PolicyVersion, int]:
+        """Differs from before whenever the weights have been written to: version, and torch's count of writes."""
+        return self.version, sum(tensor._version for tensor in self._tensors().values())
+
     # Saving as others read it
 
     def save_model(self, directory: Path) -> None:

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -78,6 +80,16 @@ class NodeStore:
         keys[:, start : start + key.shape[1]] = key
         values[:, start : start + value.shape[1]] = value
         return keys, values
+
+    def copy(self, other: NodeStore, here: NDArray[np.int64], there: NDArray[np.int64]) -> None:
+        """Take over nodes ``there`` of another store as nodes ``here``."""
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, table in theirs.items():
+                if layer not in mine:
+                    mine[layer] = table.new_empty((table.shape[0], self.nodes, table.shape[2]))
+                mine[layer][:, torch.from_numpy(here).to(table.device)] = table[
+                    :, torch.from_numpy(there).to(table.device)
+                ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

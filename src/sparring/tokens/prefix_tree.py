@@ -16,6 +16,7 @@ of nodes, because the order is depth-first. No torch in here.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -164,6 +165,61 @@ def distinct_prefixes(rows: Sequence[Tokens]) -> int:
     """
     ordered = sorted(tuple(row) for row in rows)
     return sum(len(row) - shared_length(before, row) for before, row in pairwise([(), *ordered]))
+
+
+def corresponding(tree: PrefixTree, other: PrefixTree) -> NDArray[np.int64]:
+    """Shape (N,): the node of ``other`` that stands for the same prefix as each node of ``tree``, or -1; linear.
+
+    >>> corresponding(merge([(1, 2, 3)]), merge([(1, 2), (5,)])).tolist()
+    [0, 1, -1]
+    """
+    known: dict[tuple[int, int], int] = {}
+    for node, (above, token) in enumerate(zip(_parents(other), other.token_ids.tolist(), strict=True)):
+        known[above, token] = node
+    found = [-1] * tree.size
+    for node, (above, token) in enumerate(zip(_parents(tree), tree.token_ids.tolist(), strict=True)):
+        mine = found[above] if above >= 0 else -1
+        if above < 0 or mine >= 0:
+            found[node] = known.get((mine, token), -1)
+    return np.array(found, dtype=np.int64)
+
+
+def _parents(tree: PrefixTree) -> list[int]:
+    """The node that each node continues; -1 at a root."""
+    above = list(range(-1, tree.size - 1))
+    for segment in tree.segments:
+        above[segment.start] = -1 if segment.parent is None else tree.segments[segment.parent].stop - 1
+    return above
+
+
+def cut(tree: PrefixTree, places: Sequence[int]) -> PrefixTree:
+    """The same tree with a segment that begins at each of these nodes.
+
+    >>> [segment.length for segment in cut(merge([(1, 2, 3, 4)]), [1]).segments]
+    [1, 3]
+    """
+    wanted = sorted(set(places) - {segment.start for segment in tree.segments})
+    if not wanted:
+        return tree
+    made: list[Segment] = []
+    last_part: dict[int, int] = {}
+    for number, segment in enumerate(tree.segments):
+        parent = None if segment.parent is None else last_part[segment.parent]
+        within = wanted[bisect_left(wanted, segment.start) : bisect_left(wanted, segment.stop)]
+        for start, stop in pairwise([segment.start, *within, segment.stop]):
+            made.append(Segment(start=start, stop=stop, parent=parent, depth=segment.depth + start - segment.start))
+            parent = len(made) - 1
+        last_part[number] = len(made) - 1
+    starts = [segment.start for segment in made]
+    ends = []
+    for row, end in enumerate(tree.row_ends):
+        segment = tree.segments[end]
+        node = segment.start + tree.row_lengths[row] - segment.depth - 1
+        ends.append(end if end < 0 else bisect_right(starts, node) - 1)
+    return PrefixTree(
+        token_ids=tree.token_ids, depths=tree.depths, segments=tuple(made), row_ends=tuple(ends),
+        row_lengths=tree.row_lengths,
+    )  # fmt: skip
 
 
 def packs(rows: Sequence[Tokens], max_nodes: int) -> list[list[int]]:

@@ -512,7 +512,8 @@ def test_a_refused_action_has_no_effect_at_all(case: int) -> None:  # E8, E12
     assert facts.refusal is refusal and notice == refusal.value.replace("_", " ")
     assert facts.parsed is (refusal is not Refusal.NOT_AN_ACTION)
     effects = {name: getattr(facts, name) for name in facts.__struct_fields__[4:]}
-    assert not any(effects[name] for name in effects if name != "truth") and facts.truth is ThreadTruth.NONE
+    assert not any(effects[name] for name in effects if name not in ("truth", "share")) and facts.share == 1
+    assert facts.truth is ThreadTruth.NONE
     play.env.restore(before)
     play.facts.clear()
     play.do()

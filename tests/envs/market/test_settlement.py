@@ -133,13 +133,42 @@ def test_a_defence_is_paid_once_an_attack_and_only_after_it_has_failed() -> None
     checked = play.act(BLUE, r.RequestVerification(message=1))
     assert (BLUE, checked) not in play.facts
     refused = play.act(BLUE, r.Refuse(message=1))
-    assert play.facts[BLUE, refused].avoided == 40_00 and play.facts[BLUE, checked].avoided == 0
+    assert play.facts[BLUE, refused].avoided == 20_00 == play.facts[BLUE, checked].avoided, "half is the verification's"
     play = Play()
     play.red_writes()
     checked = play.act(BLUE, r.RequestVerification(message=1))
     play.act(BLUE, r.Pay(message=1, amount=40))
     play.finish()
     assert sum(f.avoided for f in play.facts.values()) == 0, "it did not fail"
+
+
+@pytest.mark.parametrize("family", [PAY, SECRET])
+def test_service_after_a_verification_is_half_the_verifications(family: Family) -> None:
+    alone, checked = Play(), Play()
+    rewards = []
+    for play in (alone, checked):
+        thread = play.honest(BLUE, family)
+        first = play.act(BLUE, r.RequestVerification(message=1)) if play is checked else None
+        done = (
+            r.ReplyChat(message=1, content=play.secret(BLUE))
+            if family is SECRET
+            else r.Pay(message=1, amount=thread.asked / 100)
+        )
+        last = play.act(BLUE, done)
+        rewards.append(reward(play.facts[BLUE, last]))
+        if first is not None:
+            assert play.facts[BLUE, first].served and play.facts[BLUE, first].fees == 2_00
+            rewards.append(reward(play.facts[BLUE, first]) + 0.012)
+    assert rewards[1] == pytest.approx(rewards[0] / 2) == pytest.approx(rewards[2]) and rewards[0] > 0
+
+
+def test_an_honest_request_turned_down_after_a_verification_is_the_refusals_alone() -> None:
+    play = Play()
+    play.honest(BLUE)
+    checked = play.act(BLUE, r.RequestVerification(message=1))
+    refused = play.act(BLUE, r.Refuse(message=1))
+    assert reward(play.facts[BLUE, refused]) == pytest.approx(-0.16)
+    assert reward(play.facts[BLUE, checked]) == pytest.approx(-0.012)
 
 
 def test_a_verification_alone_defends_when_the_attack_then_lapses() -> None:

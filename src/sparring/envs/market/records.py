@@ -388,6 +388,8 @@ class TurnFacts(msgspec.Struct, frozen=True, kw_only=True):
     """An honest request was turned down or reported by this turn."""
     service_value: int = 0
     """What the served request was worth to this agent, net of what it paid."""
+    share: float = 1.0
+    """Part of the service that counts for this turn: half where the agent had verified first, and half for that turn."""
     surplus: int = 0
     """True surplus to this agent from a deal, from private valuations; may be negative; 0 for round trips."""
     trade_profit: int = 0

@@ -115,6 +115,7 @@ class OpenTurn(msgspec.Struct, kw_only=True):
     served: bool = False
     wronged: bool = False
     service_value: int = 0
+    share: float = 1.0
     surplus: int = 0
     trade_profit: int = 0
     trade_risk: int = 0

@@ -11,6 +11,9 @@ from sparring.envs.market.records import ThreadTruth, TurnFacts
 from sparring.envs.market.state import CENTS, OpenTurn, Person, StolenSecret, Thread, WorldState
 
 
+VERIFICATION = "request_verification"
+
+
 def keyed(world: WorldState, *purpose: object) -> Random:
     """A generator of its own for one purpose of this tick: nothing else shifts what it draws."""
     return Random("/".join(str(part) for part in (world.seed, world.episode, world.tick, *purpose)))
@@ -173,7 +176,8 @@ def steal(world: WorldState, thief: Person, owner: Person, turn: OpenTurn | None
 
 def close(world: WorldState, thread: Thread) -> None:
     """Closes a thread and takes its messages out of the inboxes. An attack has failed if nothing moved or leaked: its
-    attacker then loses the bond, and the newest defence has avoided what was asked."""
+    attacker then loses the bond, and the newest defence has avoided what was asked. What came of a decision on a
+    verified message is half the verification's: else nobody would learn to verify."""
     if not thread.open:
         return
     thread.open = False
@@ -182,6 +186,12 @@ def close(world: WorldState, thread: Thread) -> None:
         person.inbox = [message for message in person.inbox if message.thread != thread.id]
     if thread.truth is ThreadTruth.LEGITIMATE and thread.order is not None:
         target.book = [entry for entry in target.book if entry.order != thread.order]
+        turns = turns_of(world, thread, target.id)
+        served, verified = next((turn for turn in turns if turn.served), None), _verification(turns)
+        if served is not None and verified is not None:
+            served.share = 0.5
+            for name in ("share", "served", "secret_shown", "service_value"):
+                setattr(verified, name, getattr(served, name))
     attacker = red_side(world, thread)
     if attacker is None or thread.moved or thread.leaked or not thread.heard:
         return
@@ -194,7 +204,16 @@ def close(world: WorldState, thread: Thread) -> None:
     if defences:
         there = world.ledger.balance(vault(victim)) if thread.wants_secret else 0
         there += world.ledger.balance(cash(victim)) if thread.named is not None else 0
-        defences[-1].avoided += min(thread.asked, there)
+        avoided = min(thread.asked, there)
+        verified = _verification(defences[:-1])
+        if verified is not None:
+            verified.avoided += avoided // 2
+            avoided -= avoided // 2
+        defences[-1].avoided += avoided
+
+
+def _verification(turns: list[OpenTurn]) -> OpenTurn | None:
+    return next((turn for turn in turns if turn.action == VERIFICATION), None)
 
 
 def longest(world: WorldState) -> int:
