@@ -64,6 +64,16 @@ def write(result: dict[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
+def document(name: str, text: str) -> None:
+    """Put ``text`` in the place of this name in docs/benchmarks.md, between its two marks."""
+    page = ROOT / "docs" / "benchmarks.md"
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not begin or not end:
+        raise SystemExit(f"{page} has no place for {name!r}: add the lines <!-- {name} --> and <!-- end of {name} -->")
+    page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
+
+
 def token_words(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
     """Random ids, none of the first thousand (special tokens and single bytes)."""
     return tuple(rng.randrange(1000, vocabulary) for _ in range(count))

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Rival, machine, peak_rss, ratio, summary, token_words, write
+from common import Rival, document, machine, peak_rss, ratio, summary, token_words, write
 
 from sparring import models
 from sparring.inference.sampler import InProcessSampler
@@ -125,7 +125,24 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         result["versions"] |= {"trl": theirs.about["trl"]}
         result["prompt_tokens_theirs"] = theirs.about["prompt_tokens"]
         theirs.close()
+        document(f"grpo_step {chosen.prompt}/{chosen.new}/{chosen.group}", table(result))
     return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """Seconds by phase, for the docs."""
+    lines = ["| seconds (median) | ours | TRL | times faster (least to greatest) |", "|---|---|---|---|"]
+    for part in ("rollout", "gradients", "whole"):
+        mine, other, r = result["ours"][part], result["theirs"][part], result["ratio"][part]
+        lines.append(
+            f"| {part} | {mine['median']:.2f} | {other['median']:.2f} | {r['value']:.2f} ({r['least']:.2f} to "
+            f"{r['greatest']:.2f}), n = {r['n']} |"
+        )
+    peaks = [result[key] / 2**30 for key in ("peak_rss", "peak_rss_theirs")]
+    lines.append(f"| peak memory, GiB | {peaks[0]:.2f} | {peaks[1]:.2f} | {result['peak_rss_share']:.2f} of TRL's |")
+    lines.append(f"| positions forward | {result['forwarded_positions']} | {result['row_positions']} | |")
+    versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
+    return "\n".join([*lines, "", f"{versions}."])
 
 
 def main() -> None:

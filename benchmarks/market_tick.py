@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, peak_rss, ratio, summary, token_words, write
+from common import document, machine, peak_rss, ratio, summary, token_words, write
 from grpo_step import experience
 
 from sparring import models
@@ -127,6 +127,27 @@ class Tick:
             core.rows_because = before
 
 
+def table(result: dict[str, Any]) -> str:
+    """Seconds by phase, for the docs."""
+    phases = (
+        ("prefill", "ours"),
+        ("decode", "ours"),
+        ("sample", "theirs"),
+        ("score", "theirs"),
+        ("learn", ""),
+        ("whole", ""),
+    )
+    lines = ["| seconds (median) | ours | rows |", "|---|---|---|"]
+    for phase, only in phases:
+        cells = [f"{result[side][phase]['median']:.2f}" if only in ("", side) else "" for side in ("ours", "theirs")]
+        lines.append(f"| {phase} | {cells[0]} | {cells[1]} |")
+    r = result["ratio"]
+    forwarded = [result[side]["forwarded"]["median"] for side in ("ours", "theirs")]
+    lines.append(f"| positions forward in learning | {forwarded[0]:.0f} | {forwarded[1]:.0f} |")
+    lines += ["", f"Whole tick: {r['value']:.2f} times faster ({r['least']:.2f} to {r['greatest']:.2f}, n = {r['n']})."]
+    return "\n".join(lines)
+
+
 def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,27 +156,32 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
-    parser.add_argument("--only-ours", action="store_true", help="for the peak of memory")
+    parser.add_argument("--only", choices=("ours", "rows"), help="one side, for its peak of memory")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     tick = Tick(chosen)
     mine, other = [], []
     for repeat in range(chosen.repeats + 1):  # the first is warm-up
-        mine.append(tick.ours())
-        print(f"ours {repeat}: {mine[-1]}", flush=True)
-        if not chosen.only_ours:
+        if chosen.only != "rows":
+            mine.append(tick.ours())
+            print(f"ours {repeat}: {mine[-1]}", flush=True)
+        if chosen.only != "ours":
             other.append(tick.rows())
             print(f"rows {repeat}: {other[-1]}", flush=True)
     mine, other = mine[1:], other[1:]
     result: dict[str, Any] = {
-        "name": f"market_tick gate {chosen.gate}", "ours": {k: summary([row[k] for row in mine]) for k in mine[0]},
+        "name": f"market_tick gate {chosen.gate}",
         "row_positions": AGENTS * (SHARED + TEAM + PRIVATE + REPLY), "kept_replies": len(tick.kept),
         "peak_rss": peak_rss(), "versions": machine("torch", "transformers"),
         "settings": {"model": chosen.model, "dtype": "float32", "micro_batch_tokens": chosen.micro_batch_tokens},
     }  # fmt: skip
+    if mine:
+        result["ours"] = {k: summary([row[k] for row in mine]) for k in mine[0]}
     if other:
         result["theirs"] = {k: summary([row[k] for row in other]) for k in other[0]}
+    if mine and other:
         result["ratio"] = ratio([row["whole"] for row in other], [row["whole"] for row in mine])
+        document(f"market_tick {chosen.gate}", table(result))
     write(result)
 
 

@@ -67,5 +67,5 @@ def clone(
         bad_batch_dir=run / "bad-batches", micro_batch_tokens=micro_batch_tokens,
     )  # fmt: skip
     return CloningReport(
-        replies=count, chosen=len(rows), epochs=EPOCHS, steps=len(reports), learning_rate=optimizer.learning_rate
+        replies=count, chosen=len(rows), epochs=EPOCHS, steps=len(reports), learning_rate=optimizer.rate
     )

@@ -81,7 +81,7 @@ def learning_rate_at(settings: OptimizerSettings, step: int) -> float:
     >>> learning_rate_at(OptimizerSettings(learning_rate=1.0, decay_steps=4), 3)
     0.25
     """
-    rate = settings.learning_rate
+    rate = settings.rate
     if settings.warmup_steps:
         rate *= min(1.0, (step + 1) / settings.warmup_steps)
     if settings.decay_steps is not None:
@@ -109,7 +109,7 @@ class Apollo(torch.optim.Optimizer):
     def __init__(
         self, parameters: Mapping[str, Parameter], matrices: Iterable[str], settings: OptimizerSettings, *, seed: int
     ) -> None:
-        super().__init__(list(parameters.values()), {"lr": settings.learning_rate})
+        super().__init__(list(parameters.values()), {"lr": settings.rate})
         self.parameters_by_name = dict(parameters)
         self.matrices = frozenset(matrices)
         self.settings = settings
@@ -292,7 +292,7 @@ def _adamw(parameters: Mapping[str, Parameter], settings: OptimizerSettings) -> 
     ]
     return torch.optim.AdamW(
         groups,
-        lr=settings.learning_rate,
+        lr=settings.rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.effective_eps,
         fused=True,

@@ -50,7 +50,7 @@ from sparring.loops.rollout import (
     save_turn,
 )
 from sparring.metrics import MetricsWriter, Progress, Transcript, collapse_alarms
-from sparring.policies.causal_lm import CausalLM
+from sparring.policies.causal_lm import SMALL_MODEL, CausalLM
 from sparring.rewards.load import RewardFunction, load_reward
 from sparring.rundir import RunDirectory, Session
 from sparring.runs import build_policies, load_policy, policy_name, restore_policies, tensor_file
@@ -136,6 +136,7 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
     env = envs[0]
     players, policies = _seat_players(config, env)
     trained = {name for name, policy in policies.items() if _is_trained(policy, players)}
+    config = _with_learning_rate(config, [policies[name] for name in sorted(trained)])
     optimizers = {
         name: NamedOptimizer(policy.trainable_parameters(), policy.matrix_names(), config.optimizer, seed=config.seed)
         for name, policy in policies.items()
@@ -296,6 +297,15 @@ def _argv() -> tuple[str, ...]:
     import sys
 
     return tuple(sys.argv)
+
+
+def _with_learning_rate(config: SharedConfig, trained: Sequence[CausalLM]) -> SharedConfig:
+    """The same with a learning rate for the largest of the policies, where none was set."""
+    if config.optimizer.learning_rate is not None or not trained:
+        return config
+    size = max(policy.parameter_count for policy in trained)
+    rate = 4e-4 if size < SMALL_MODEL else 1e-5 if config.adapters == "none" else 1e-4
+    return replace(config, optimizer=replace(config.optimizer, learning_rate=rate))
 
 
 def _make_env(config: SharedConfig) -> Env:

@@ -29,14 +29,12 @@ from sparring.inference.sampler import InProcessSampler
 from sparring.learning.settings import OptimizerSettings
 from sparring.learning.supervised import reply_row, supervised_epochs
 from sparring.loops.rollout import Stopwatch, Table, open_table, prompt_ids
-from sparring.policies.causal_lm import CausalLM
+from sparring.policies.causal_lm import SMALL_MODEL, CausalLM
 from sparring.policies.contract import SampleRequest, ScoreRow
 from sparring.runs import lora_settings
 from sparring.tokens.chat import ChatMessage
 from sparring.types import ParseFailure, SamplingSettings, Seat, StepReport
 
-SMALL_MODEL = 20_000_000
-"""Numbers below which a model learns fast enough, and forgets little enough, for the larger of the defaults."""
 HELD_OUT = 32
 """Replies, of episodes or chats that are not learned from, whose loss is measured."""
 VALIDITY_PROMPTS = 64

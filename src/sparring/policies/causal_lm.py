@@ -19,6 +19,9 @@ from sparring.policies.memory import MemoryEstimate
 from sparring.tokens.chat import ChatTokenizer
 from sparring.types import PolicyVersion
 
+SMALL_MODEL = 20_000_000
+"""Numbers below which a model learns fast enough, and forgets little enough, for larger learning rates by default."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSettings:

@@ -10,7 +10,6 @@ from sparring.envs.market.ledger import to_cents_against
 from sparring.envs.market.records import ThreadTruth, TurnFacts
 from sparring.envs.market.state import CENTS, OpenTurn, Person, StolenSecret, Thread, WorldState
 
-
 VERIFICATION = "request_verification"
 
 
