@@ -15,14 +15,17 @@ from sparring.evaluation.evaluate import EvalReport, evaluate_run
 from sparring.learning.settings import OptimizerSettings
 from sparring.loops.shared import SharedReport, train_shared
 
+RULES: Mapping[str, object] = {"red_sender_share": 0.45}
+"""Attackers are almost half of whom an agent hears from, not a tenth: else minutes show too few attacks to learn from. The
+panel that judges is the same whatever the share."""
 SHORT = SharedConfig(
-    worlds=8, agents_per_team=2, ticks=90,
+    worlds=8, agents_per_team=2, ticks=80, env_settings=RULES,
     optimizer=OptimizerSettings(learning_rate=4e-4, beta2=0.98),
-    checkpoint=CheckpointSettings(every=30, keep=2),
+    checkpoint=CheckpointSettings(every=40, keep=2),
 )  # fmt: skip
 """A few minutes on two cores."""
 FULL = SharedConfig(
-    worlds=8, agents_per_team=4, ticks=400,
+    worlds=8, agents_per_team=4, ticks=400, env_settings=RULES,
     optimizer=OptimizerSettings(learning_rate=3e-4, beta2=0.98),
     checkpoint=CheckpointSettings(every=50, keep=2),
 )  # fmt: skip
@@ -57,7 +60,7 @@ def demo(config: DemoConfig) -> DemoReport:
         replace(chosen, seed=config.seed, run=config.run, threads=config.threads, quiet=config.quiet)
     )
     evaluation = evaluate_run(EvalConfig(
-        run=training.run, situations=480 if config.full else 320, seed=1000 + config.seed, threads=config.threads,
+        run=training.run, situations=480 if config.full else 400, seed=1000 + config.seed, threads=config.threads,
         quiet=config.quiet,
     ))  # fmt: skip
     return DemoReport(training=training, evaluation=evaluation)

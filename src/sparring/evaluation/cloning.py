@@ -18,7 +18,7 @@ from sparring.policies.causal_lm import CausalLM
 from sparring.policies.contract import ScoreRow
 
 BEST_SHARE = 0.2
-EPOCHS = 3
+EPOCHS = 1
 BATCH = 32
 
 

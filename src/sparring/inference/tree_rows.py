@@ -19,7 +19,7 @@ from sparring.policies.language_model import LanguageModel
 from sparring.policies.tree_attention import DecodingRows, NodeStore, Span, chunk_plan
 from sparring.tokens.prefix_tree import PrefixTree, Segment, corresponding, cut, merge, shared_length
 
-WORTH_SHARING = 64
+WORTH_SHARING = 256
 """Tokens that a shared segment must save a step: below that, a product of its own costs more than it saves."""
 
 
