@@ -194,7 +194,7 @@ class WarmupConfig:
     batch_size: int | None = None
     """Replies in one step; none takes 32 for a model below 20 million numbers, 4 above."""
     learning_rate: float | None = None
-    """Peak change of a weight per step, roughly; none chooses by size and adapters (tiny 1e-3, smollm2 4e-4)."""
+    """Peak change of a weight per step, roughly; none chooses by size and adapters (tiny 1e-3, smollm2 2e-4)."""
     adapters: Literal["none", "shared"] = "none"
     """Train all weights, or one LoRA adapter."""
     lora: LoraSettings = field(default_factory=LoraSettings)

@@ -15,7 +15,7 @@ from sparring.evaluation.evaluate import EvalReport, evaluate_run
 from sparring.learning.settings import OptimizerSettings
 from sparring.loops.shared import SharedReport, train_shared
 
-RULES: Mapping[str, object] = {"red_sender_share": 0.45}
+RULES: Mapping[str, float] = {"red_sender_share": 0.45}
 """Attackers are almost half of whom an agent hears from, not a tenth: else minutes show too few attacks to learn from. The
 panel that judges is the same whatever the share."""
 SHORT = SharedConfig(

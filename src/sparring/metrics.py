@@ -194,6 +194,7 @@ class Transcript:
         self.directory = directory
         self._lines: dict[int, list[bytes]] = {}
         self._opened: set[int] = set()
+        self._written: set[Path] = set()
 
     def write(self, settlement: Settlement, *, tick: int, reply: str, prompt: str | None = None) -> None:
         """Add a turn.
@@ -246,7 +247,22 @@ class Transcript:
                     file.write(compress_frame(b"".join(lines)))
             except OSError as error:
                 raise FileError(f"cannot write {path}: {explain(error)}") from error
+            self._written.add(path)
         self._lines.clear()
+
+    def sync(self) -> None:
+        """Force what was flushed to disk: before a checkpoint that stands for it is renamed into place.
+
+        Raises:
+            FileError: A file cannot be written.
+        """
+        for path in sorted(self._written):
+            try:
+                with path.open("ab") as file:
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise FileError(f"cannot write {path}: {explain(error)}") from error
+        self._written.clear()
 
 
 # Alarms of collapse

@@ -99,7 +99,9 @@ def test_an_environment_without_a_suite_says_so(model: str) -> None:
 
 def write_transcript(run: Path, rows: list[dict[str, Any]]) -> None:
     (run / "episodes").mkdir(parents=True)
-    data = b"".join(msgspec.json.encode({"policy": "shared", "prompt_ids": [1, 2], **row}) + b"\n" for row in rows)
+    data = b"".join(
+        msgspec.json.encode({"policy": "shared", "tick": 1, "prompt_ids": [1, 2], **row}) + b"\n" for row in rows
+    )
     (run / "episodes" / "000000.jsonl.zst").write_bytes(compress_frame(data))
 
 
@@ -116,6 +118,10 @@ def test_cloning_takes_the_best_fifth_of_each_team(tmp_path: Path) -> None:
     assert count == 19
     assert [row.token_ids[2:] for row in best] == [(100,), (200,), (9,), (8,)]
     assert all(row.positions == (2,) for row in best)
+    late = [{"team": "red", "reward": 50.0, "reply_ids": [400], "tick": 3}]
+    write_transcript(tmp_path / "later", rows + late)
+    assert best_replies(tmp_path / "later", "shared", until=2) == (best, count)
+    assert best_replies(tmp_path / "later", "shared")[1] == 20
     with pytest.raises(CheckpointError, match="no transcripts of policy 'other'"):
         best_replies(tmp_path / "run", "other")
 

@@ -150,7 +150,7 @@ def test_every_distinct_prefix_is_prefilled_once(policy: CausalLM) -> None:
 
 def test_what_was_shared_is_not_computed_again_while_the_weights_stand(policy: CausalLM) -> None:
     first, second = market(4), market(4, repeats=3)[::-1]
-    sampler = InProcessSampler(policy)
+    sampler = InProcessSampler(policy, remember=True)
     sampler.sample(first, GREEDY)
     whole = sampler.statistics.prefilled_tokens
     sampler.reset_statistics()
@@ -169,9 +169,9 @@ def test_what_was_shared_is_not_computed_again_while_the_weights_stand(policy: C
 
 def test_other_prompts_take_over_what_they_have_in_common(policy: CausalLM) -> None:
     asked = market(4)
-    sampler = InProcessSampler(policy, prefill_tokens=20)
+    sampler = InProcessSampler(policy, prefill_tokens=20, remember=True)
     sampler.sample(asked, GREEDY)
-    shorter = [SampleRequest(prompt_ids=r.prompt_ids[:-1] + (7, 9), key=r.key) for r in asked if len(r.prompt_ids) > 1]
+    shorter = [SampleRequest(prompt_ids=(*r.prompt_ids[:-1], 7, 9), key=r.key) for r in asked if len(r.prompt_ids) > 1]
     sampler.reset_statistics()
     found = sampler.sample(shorter, GREEDY)
     alone = InProcessSampler(policy).sample(shorter, GREEDY)

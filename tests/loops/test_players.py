@@ -15,11 +15,14 @@ import pytest
 import torch
 
 from loop_toys import differences, final_tensors, metrics, small, transcripts
+from sparring.checkpoints import list_checkpoints
 from sparring.cli import main
+from sparring.errors import ModelError
 from sparring.loops import shared
 from sparring.loops.shared import train_shared
-from sparring.runs import load_policy
-from sparring.types import Experience, Settlement
+from sparring.rundir import find_run
+from sparring.runs import load_policy, run_config
+from sparring.types import Experience, Outcome, Turn
 
 LATE: dict[str, Any] = {"env": "loop_toys:LateEnv", "agents_per_team": 2}
 
@@ -109,9 +112,8 @@ def test_the_order_in_which_turns_settle_changes_no_bit(model: str, monkeypatch:
     plain = train_shared(small(model, **LATE, run="plain"))
     real = shared.advance
 
-    def backwards(*arguments: Any) -> tuple[list[Settlement], bool]:
-        settled, done = real(*arguments)
-        return settled[::-1], done
+    def backwards(*arguments: Any) -> list[tuple[Turn, Outcome]]:
+        return real(*arguments)[::-1]
 
     monkeypatch.setattr(shared, "advance", backwards)
     other = train_shared(small(model, **LATE, run="backwards"))
@@ -203,6 +205,31 @@ def test_a_remote_model_plays_by_http_and_is_told_the_full_rules(
     assert (system["role"], user["role"]) == ("system", "user")
     assert '"action":"wait"' in system["content"] and "You are red" in user["content"]
     assert {experience.team for experience in trained} == {"blue", "gray"} and report.replies == 6
+
+
+def test_an_endpoint_that_fails_in_the_middle_loses_nothing(
+    endpoint: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"players": {"red": f"openai:{endpoint}#big"}, "ticks": 5, "worlds": 1, "min_batch": 2}
+    right = Chat.do_POST
+
+    def fails(self: Chat) -> None:
+        if len(Chat.asked) == 3:
+            self.send_error(503)
+        else:
+            right(self)
+
+    monkeypatch.setattr(Chat, "do_POST", fails)
+    with pytest.raises(ModelError, match="503"):
+        train_shared(small(model, run="broken", **settings))
+    run = find_run("broken")
+    assert [place.name for place in list_checkpoints(run / "checkpoints")] == ["step-000003"]
+    monkeypatch.setattr(Chat, "do_POST", right)
+    resumed = train_shared(run_config(run), resume=run)
+    whole = train_shared(small(model, run="whole", **settings))
+    assert resumed.ticks == whole.ticks == 5
+    states = [load_policy(name, training=False).state() for name in ("broken", "whole")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 # Errors: one line, exit code 2, nothing half written

@@ -89,7 +89,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(model: str) -> No
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"worlds": 3}, ConfigError, "worlds is 3, the run has 2"),
+        ({"worlds": 3}, ConfigError, "worlds is 3 with 1 fork.*the run has 2 tables"),
         ({"env": "market"}, SparringError, "not a snapshot"),
         ({"trainable": ("blue",), "players": {"red": "bot:quiet"}, "adapters": "shared"}, CheckpointError, "lacks|has"),
         ({"loss": {"kl_coefficient": 0.5}, "gate": {"unit": "reply"}}, CheckpointError, "reference-shared"),

@@ -92,7 +92,7 @@ def test_settings_that_are_left_out_follow_from_the_size(model: str, monkeypatch
     config = WarmupConfig(out="x")
     assert module._by_size(config, policy) == module._Chosen(examples=8000, batch_size=32, learning_rate=1e-3)
     monkeypatch.setattr(CausalLM, "parameter_count", 135_000_000)
-    assert module._by_size(config, policy) == module._Chosen(examples=400, batch_size=4, learning_rate=4e-4)
+    assert module._by_size(config, policy) == module._Chosen(examples=400, batch_size=4, learning_rate=2e-4)
     lora = module._by_size(replace(config, adapters="shared", examples=7), policy)
     assert lora == module._Chosen(examples=7, batch_size=4, learning_rate=1e-3)
 

@@ -116,9 +116,7 @@ def test_corresponding_nodes_stand_for_the_same_prefix(
     prefix = {int(other.nodes(r)[d]): row[: d + 1] for r, row in enumerate(others) for d in range(len(row))}
     for number, row in enumerate(rows):
         for depth, node in enumerate(tree.nodes(number).tolist()):
-            assert prefix.get(int(found[node]), None) == (
-                row[: depth + 1] if row[: depth + 1] in prefixes(others) else None
-            )
+            assert prefix.get(int(found[node])) == (row[: depth + 1] if row[: depth + 1] in prefixes(others) else None)
 
 
 @given(ROWS, st.data())

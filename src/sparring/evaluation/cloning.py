@@ -34,8 +34,11 @@ class CloningReport:
     learning_rate: float
 
 
-def best_replies(run: Path, policy: str, *, share: float = BEST_SHARE) -> tuple[list[ScoreRow], int]:
-    """Rows of the best ``share`` of each team's replies by reward, and how many replies there were.
+def best_replies(
+    run: Path, policy: str, *, until: int | None = None, share: float = BEST_SHARE
+) -> tuple[list[ScoreRow], int]:
+    """Rows of the best ``share`` of each team's replies by reward, and how many replies there were; of those that had
+    settled by tick ``until``.
 
     Raises:
         CheckpointError: The run has no transcripts of the policy.
@@ -44,7 +47,8 @@ def best_replies(run: Path, policy: str, *, share: float = BEST_SHARE) -> tuple[
     count = 0
     for file in sorted((run / "episodes").glob("*.jsonl.zst")):
         for row in read_jsonl(file):
-            if row["policy"] == policy and isinstance(row["reward"], float | int):
+            late = until is not None and int(str(row["tick"])) > until
+            if row["policy"] == policy and isinstance(row["reward"], float | int) and not late:
                 by_team[str(row["team"])].append((float(row["reward"]), count, dict(row)))
                 count += 1
     if not count:
@@ -58,10 +62,12 @@ def best_replies(run: Path, policy: str, *, share: float = BEST_SHARE) -> tuple[
 
 
 def clone(
-    policy: CausalLM, run: Path, optimizer: OptimizerSettings, *, seed: int, micro_batch_tokens: int
-) -> CloningReport:
-    """Trains ``policy`` (at its start) on the best fifth of the run's replies, with the run's optimiser settings."""
-    rows, count = best_replies(run, policy.name)
+    policy: CausalLM, run: Path, optimizer: OptimizerSettings, *, seed: int, micro_batch_tokens: int,
+    until: int | None = None,
+) -> CloningReport:  # fmt: skip
+    """Trains ``policy`` (at its start) on the best fifth of the run's replies (up to tick ``until``), with the run's
+    optimiser settings."""
+    rows, count = best_replies(run, policy.name, until=until)
     reports = supervised_epochs(
         policy, rows, optimizer=optimizer, epochs=EPOCHS, batch_size=BATCH, seed=seed,
         bad_batch_dir=run / "bad-batches", micro_batch_tokens=micro_batch_tokens,

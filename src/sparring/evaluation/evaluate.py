@@ -132,7 +132,7 @@ def evaluate_run(config: EvalConfig) -> EvalReport:
         for name in sorted(learned):
             cloning = clone(
                 policies[name], run, settings.optimizer, seed=config.seed,
-                micro_batch_tokens=settings.loss.micro_batch_tokens,
+                micro_batch_tokens=settings.loss.micro_batch_tokens, until=checkpoint.manifest.step,
             )  # fmt: skip
         rows["cloned"] = _play(policies, settings, situations, seed=config.seed)
     say("trained plays")

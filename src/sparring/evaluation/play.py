@@ -130,10 +130,12 @@ def _others(config: PlayConfig, env: Env) -> dict[str, Player]:
     options: dict[str, Any] = {"training": False, "device": config.device}
     if is_run(config.others) and run_config(find_run(config.others)).adapters == "per_team":
         return {
-            team: PolicyPlayer.of(load_policy(config.others, policy=team, **options), trained=False)
+            team: PolicyPlayer.of(load_policy(config.others, policy=team, **options), trained=False, remember=True)
             for team in env.teams
         }
-    return dict.fromkeys(env.teams, PolicyPlayer.of(load_policy(config.others, **options), trained=False))
+    return dict.fromkeys(
+        env.teams, PolicyPlayer.of(load_policy(config.others, **options), trained=False, remember=True)
+    )
 
 
 def _ask(config: PlayConfig, table: Table, observation: object, lines: TextIO, say: Any) -> object:

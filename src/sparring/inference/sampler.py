@@ -1,5 +1,5 @@
 """The sampler in this process: prompts are prefilled, what they share once, and replies decoded together. What they
-shared is kept for the next ones while the weights stand.
+shared can be kept for the next ones.
 
 Rows come in two kinds with the same three members: ``tree_rows`` where prompts share beginnings, ``padded_rows`` where
 they do not or the model cannot. Each row draws from its own random numbers (a counter-based generator
@@ -61,10 +61,15 @@ class InProcessSampler:
         policy: Whose adapter is used and whose version is stamped on the replies.
         prefill_tokens: Prompt tokens, padding included, of one prefill batch. Small batches stay in a CPU's cache.
         cache_bytes: Size of the keys and values of the rows that are decoded together; more rows wait their turn.
+        remember: Keep what prompts share for the next ones while the weights stand. A reply then depends, in the last
+            bits of its log-probs, on what was asked before: not for a run that must resume to the bit.
     """
 
-    def __init__(self, policy: CausalLM, *, prefill_tokens: int | None = None, cache_bytes: int = 2 * 1024**3) -> None:
-        self.policy = policy
+    def __init__(
+        self, policy: CausalLM, *, prefill_tokens: int | None = None, cache_bytes: int = 2 * 1024**3,
+        remember: bool = False,
+    ) -> None:  # fmt: skip
+        self.policy, self.remember = policy, remember
         self.prefill_tokens = prefill_tokens or (1536 if policy.core.device.type == "cpu" else 32768)
         self.cache_bytes = cache_bytes
         self.statistics = SamplerStatistics()
@@ -129,7 +134,7 @@ class InProcessSampler:
         if core.rows_because is not None or distinct > WORTH_A_TREE * total:
             return PaddedRows(core, waiting, **limits)
         rows = TreeRows(core, waiting, **limits, past=self._past)
-        self._past = rows.past
+        self._past = rows.past if self.remember else None
         return rows
 
     def _decode(self, state: PaddedRows | TreeRows, settings: SamplingSettings) -> list[tuple[int, Reply]]:

@@ -176,7 +176,7 @@ class LossSettings:
     max_version_lag: int | None = None
     """Turns whose version is further from the learner's, in optimiser steps, are stale (``batch.split_stale``); None
     keeps all."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 4096
     """Token positions (rows x longest row) between two backward passes: bounds memory, changes no gradient."""
 
     def __post_init__(self) -> None:

@@ -132,7 +132,7 @@ def supervised_step(
     *,
     bad_batch_dir: Path,
     temperature: float = 1.0,
-    micro_batch_tokens: int = 16384,
+    micro_batch_tokens: int = 4096,
 ) -> StepReport:
     """One optimiser step of cross-entropy on the marked positions of ``rows`` (the reply tokens), mean over all of
     them.

@@ -28,7 +28,7 @@ def supervised_epochs(
     batch_size: int,
     seed: int,
     bad_batch_dir: Path,
-    micro_batch_tokens: int = 16384,
+    micro_batch_tokens: int = 4096,
     report: Callable[[StepReport, int], None] = lambda step, total: None,
 ) -> list[StepReport]:
     """``epochs`` passes over ``rows`` in shuffled batches; the order follows from ``seed``.

@@ -42,8 +42,8 @@ class PolicyPlayer:
     trained: bool
 
     @classmethod
-    def of(cls, policy: CausalLM, *, trained: bool) -> PolicyPlayer:
-        return cls(policy=policy, sampler=InProcessSampler(policy), trained=trained)
+    def of(cls, policy: CausalLM, *, trained: bool, remember: bool = False) -> PolicyPlayer:
+        return cls(policy=policy, sampler=InProcessSampler(policy, remember=remember), trained=trained)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from sparring.checkpoints import Checkpoint, incarnation, latest, read_checkpoin
 from sparring.config import SharedConfig, to_toml
 from sparring.envs.contract import Env
 from sparring.envs.load import load_env
-from sparring.errors import CheckpointError, ConfigError, nearest
+from sparring.errors import CheckpointError, ConfigError, SparringError, nearest
 from sparring.inference.remote import RemoteChat
 from sparring.learning.advantages import BaselineState, credit
 from sparring.learning.batch import split_stale, to_experiences
@@ -199,6 +199,23 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
             for name in sorted(trained):
                 if policies[name].core.rows_because is not None:
                     progress.note(f"policy {name} goes row by row: {policies[name].core.rows_because}")
+
+            saved_at = tick
+
+            def save(done: int) -> None:
+                """The checkpoint that stands for all ticks up to ``done``."""
+                nonlocal saved_at
+                saved_at = done
+                metrics.sync()
+                transcript.sync()
+                saved = _state(done, next_episode, tables, ready, baselines, gate, optimizers, policies, counts, window)
+                write_checkpoint(
+                    run.checkpoints, done, tensors=_tensors(policies, optimizers, gate, config),
+                    documents={"state.json": msgspec.json.encode(saved)},
+                    consumed={"tick": done, "episodes": next_episode},
+                )  # fmt: skip
+                rotate(run.checkpoints, config.checkpoint.keep)
+
             stopping = False
             while tick < config.ticks and not stopping:
                 tick_watch = Stopwatch()
@@ -206,7 +223,12 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
 
                 # Every agent decides; what settles comes back with its reward.
                 before = {name: _sampled(players, name) for name in policies}
-                decided = decide(tables, players, config.sampling, seed=config.seed)
+                try:
+                    decided = decide(tables, players, config.sampling, seed=config.seed)
+                except SparringError:  # an opponent elsewhere that fails: nothing of this tick has happened yet
+                    if tick - 1 > saved_at:
+                        save(tick - 1)
+                    raise
                 sampling_seconds = tick_watch.seconds()
                 came: list[tuple[Turn, Outcome]] = []
                 episodes: list[EpisodeReport] = []
@@ -270,19 +292,7 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
                 transcript.flush()
                 stopping = stop()  # asked once a tick: a signal after this is answered by the next one
                 if tick % config.checkpoint.every == 0 or tick == config.ticks or stopping:
-                    metrics.sync()
-                    saved = _state(
-                        tick, next_episode, tables, ready, baselines, gate, optimizers, policies, counts, window
-                    )
-                    write_checkpoint(
-                        run.checkpoints, tick, tensors=_tensors(policies, optimizers, gate, config),
-                        documents={"state.json": msgspec.json.encode(saved)},
-                        consumed={"tick": tick, "episodes": next_episode},
-                    )  # fmt: skip
-                    rotate(run.checkpoints, config.checkpoint.keep)
-                    for player in players.values():
-                        if isinstance(player, PolicyPlayer):
-                            player.sampler.forget()  # as after a resume, so that both go on alike
+                    save(tick)
         final = _report(
             run, tick, next_episode, policies, counts, reward, env.teams, watch, stopped=tick < config.ticks
         )

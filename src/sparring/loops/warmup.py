@@ -169,7 +169,7 @@ def _by_size(config: WarmupConfig, policy: CausalLM) -> _Chosen:
     """Settings that are not given follow from the model's size: a small model needs thousands of examples and takes
     them in a minute or two; a pretrained one of a hundred million needs hundreds, and takes them in minutes on a CPU."""
     small = policy.parameter_count < SMALL_MODEL
-    rate = 1e-3 if small else 4e-4
+    rate = 1e-3 if small else 2e-4
     if config.adapters == "shared":
         rate = 2e-3 if small else 1e-3
     return _Chosen(
