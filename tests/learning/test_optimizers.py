@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sparring.errors import CheckpointError, ConfigError
+from sparring.learning import optimizers
 from sparring.learning.optimizers import (
     Apollo,
     NamedOptimizer,
@@ -26,6 +27,8 @@ from sparring.learning.optimizers import (
     scaled_gradient,
 )
 from sparring.learning.settings import OptimizerSettings
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 def parameters(seed: int = 0) -> dict[str, Parameter]:
@@ -242,6 +245,48 @@ def test_o5_matrices_are_an_explicit_list_and_memory_is_as_promised() -> None:
         build(of, rank=4)
     with pytest.raises(ConfigError, match="no trainable"):
         NamedOptimizer({}, [], settings, seed=0)
+
+
+# --------------------------------------------------------------------------------------------- against another package
+
+
+@pytest.mark.parametrize("scaling", ["channel", "tensor"])
+def test_equals_apollo_of_pytorch_optimizer(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 steps across a change of the projection, limiter on. Made by tests/fixtures/make_references.py.
+
+    Theirs goes back from the projected gradient (U = R s P), the paper and we scale the raw one (U = G s). Given square
+    orthogonal projections the two are one; with a lower rank theirs is ours seen through the projection.
+    """
+    wanted = load_file(FIXTURES / f"apollo_{scaling}.safetensors")
+    of = {name: Parameter(wanted[f"0/{name}"].clone()) for name in ("tall", "wide", "norm")}
+    values = {"scaling": scaling, "rank": 4, "scale": 1.0, "learning_rate": 0.01, "norm_growth_limit": 1.01}
+    settings = OptimizerSettings(kind="apollo", **values)  # type: ignore[arg-type]
+    optimizer = Apollo(of, ["tall", "wide"], settings, seed=0)
+    step = 0
+
+    def given(shape: tuple[int, int], rank: int, seed: int, name: str, epoch: int) -> Tensor:
+        matrix = orthogonal(int(step >= 200), name)
+        return matrix if name == "tall" else matrix.T  # they project with the transpose of what they keep
+
+    monkeypatch.setattr(optimizers, "projection", given)
+    for step in range(1, 301):  # theirs changes the projection at the 200th step, ours after it
+        for name, parameter in of.items():
+            parameter.grad = reference_gradient(step, name)
+        optimizer.step()
+        for name, parameter in of.items():
+            if f"{step}/{name}" in wanted:
+                assert torch.allclose(parameter, wanted[f"{step}/{name}"], rtol=1e-4, atol=2e-5), (step, name)
+
+
+def orthogonal(epoch: int, name: str) -> Tensor:
+    draw = torch.Generator().manual_seed(100 * epoch + len(name))
+    return torch.linalg.qr(torch.randn((4, 4), generator=draw))[0]
+
+
+def reference_gradient(step: int, name: str) -> Tensor:
+    draw = torch.Generator().manual_seed(1000 * step + ord(name[0]))
+    shape = {"tall": (6, 4), "wide": (4, 6), "norm": (4,)}[name]
+    return (1.0 + 0.5 * (step % 7)) * torch.randn(shape, generator=draw)
 
 
 # ---------------------------------------------------------------------------------------------------------------- AdamW

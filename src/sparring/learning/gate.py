@@ -4,9 +4,10 @@ Source: I. Osband, "Does This Gradient Spark Joy?" (arXiv 2603.20526, Kondo gate
 (arXiv 2603.14608). With advantage U and surprisal l = -log pi(a|s) >= 0, *delight* is chi = U * l.
 
 - ``delight``: weight sigmoid(chi / eta).
-- ``kondo``: keep (weight 1) where priority > price. The priority is chi, or |chi| with ``sign_split``, where positive
-  and negative advantages are gated apart. The price is fixed, or the (1 - rate) quantile of a rolling history
-  together with the batch. ``bernoulli`` keeps with probability sigmoid((priority - price) / eta) instead.
+- ``kondo``: keep (weight 1) where priority > price. The priority is chi, or, as controls, U, |U| or l; with
+  ``sign_split``, where positive and negative advantages are gated apart, its absolute value. The price is fixed, or the
+  (1 - rate) quantile of a rolling history together with the batch. ``bernoulli`` keeps with probability
+  sigmoid((priority - price) / eta) instead.
 - ``uniform``: keep at random with probability ``rate``: the control.
 - ``off``: keep all.
 
@@ -143,6 +144,22 @@ def delight(advantage: float, log_probs: Array) -> Array:
     return chi
 
 
+def token_priority(advantage: float, chi: Array, priority: str) -> Array:
+    """What the gate compares with its price, of each token (or reply); shape (R,), from the delight of the same shape.
+
+    ``delight`` chi, ``advantage`` U, ``abs_advantage`` |U|, ``surprisal`` l = chi / U. U is not 0.
+
+    >>> token_priority(-2.0, np.array([-1.0, -4.0]), "surprisal").tolist()
+    [0.5, 2.0]
+    """
+    if priority == "delight":
+        return chi
+    if priority == "surprisal":
+        surprisal: Array = chi / advantage
+        return surprisal
+    return np.full(len(chi), abs(advantage) if priority == "abs_advantage" else advantage)
+
+
 def quantile_price(pool: Array, rate: float) -> tuple[float, float]:
     """The price that keeps exactly the share ``rate`` of ``pool``: (price, probability for values equal to it).
 
@@ -242,6 +259,7 @@ class Gate:
             kept = self._keep(
                 key,
                 np.concatenate([units[index] for index in members]),
+                np.concatenate([self._priority(ordered[index], units[index]) for index in members]),
                 np.concatenate([uniforms[index] for index in members]),
             )
             bounds = np.cumsum([len(units[index]) for index in members])[:-1]
@@ -297,7 +315,11 @@ class Gate:
         sign = (1 if turn.advantage > 0.0 else -1) if self.settings.sign_split else 0
         return turn.settlement.turn.policy, turn.settlement.turn.team, sign
 
-    def _keep(self, key: Key, chi: Array, uniform: Array) -> Array:
+    def _priority(self, turn: CreditedTurn, chi: Array) -> Array:
+        priority = token_priority(turn.advantage, chi, self.settings.priority)
+        return np.abs(priority) if self.settings.sign_split else priority
+
+    def _keep(self, key: Key, chi: Array, priority: Array, uniform: Array) -> Array:
         """Weights of one policy, team and sign. All shapes (N,); ``uniform`` are draws in [0, 1)."""
         settings = self.settings
         rate = self.rate(key[0])
@@ -308,7 +330,6 @@ class Gate:
             return weights
         if settings.mode == "uniform":
             return (uniform < rate).astype(np.float64)
-        priority = np.abs(chi) if settings.sign_split else chi
         if settings.price is not None:
             return self._above(priority, settings.price, 0.0, uniform)
         history = self._histories.setdefault(key, _History(np.zeros(0)))

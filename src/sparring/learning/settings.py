@@ -101,10 +101,13 @@ class GateSettings:
     """The rate while fewer than ``warmup_replies`` replies of the policy were eligible."""
     warmup_replies: int = 500
     """Length of the warm-up in eligible replies (trained policy, settled, scored); 0 for none."""
+    priority: Literal["delight", "advantage", "abs_advantage", "surprisal"] = "delight"
+    """kondo: what is compared with the price; all but delight (advantage x surprisal) are controls."""
     price: float | None = None
-    """kondo: fixed price in nats x advantage units instead of the rate; None takes the price that meets the rate."""
+    """kondo: fixed price in units of the priority (delight: nats x advantage units) instead of the rate; None takes the
+    price that meets the rate."""
     bernoulli: bool = False
-    """kondo: keep with probability sigmoid((delight - price) / temperature) instead of delight > price."""
+    """kondo: keep with probability sigmoid((priority - price) / temperature) instead of priority > price."""
     temperature: float = 1.0
     """eta of the papers: softness of ``delight`` weights and of ``bernoulli``, in units of delight."""
     unit: Literal["token", "reply"] = "token"
@@ -122,6 +125,13 @@ class GateSettings:
     def __post_init__(self) -> None:
         _one_of("gate.mode", self.mode, ("kondo", "delight", "uniform", "off"))
         _one_of("gate.unit", self.unit, ("token", "reply"))
+        _one_of("gate.priority", self.priority, ("delight", "advantage", "abs_advantage", "surprisal"))
+        _require(
+            self.priority == "delight" or self.mode == "kondo",
+            "gate.priority",
+            self.priority,
+            "only gate.mode = 'kondo' compares priorities; leave it out",
+        )
         _one_of("gate.reply_surprisal", self.reply_surprisal, ("sum", "mean"))
         _share("gate.rate", self.rate)
         _share("gate.warmup_rate", self.warmup_rate)
