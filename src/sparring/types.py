@@ -533,3 +533,43 @@ class Rollout:
         if len(needs):
             needs[-1] = not self.terminated[-1]
         return needs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateReport:
+    """What one update did to one small policy: the learner's half of the per-policy table. Figures are means over the
+    steps of the last pass."""
+
+    policy: str
+    version: PolicyVersion
+    """After the update."""
+    failed: bool
+    """Numbers were no longer finite: the policy is what it was before."""
+    steps: int
+    """Steps it learned from."""
+    policy_loss: float
+    value_loss: float
+    """Mean squared error, in units of the value head."""
+    entropy: float
+    """Nats an action."""
+    kl: float
+    """Divergence from the policy at the start of the batch (k3 estimator), nats an action."""
+    clip_fraction: float
+    """Share of steps whose ratio was beyond the clip."""
+    grad_norm: float
+    """Before clipping."""
+    policy_loss_change: float
+    """Last pass minus first."""
+    value_loss_change: float
+    explained_variance: float | None
+    """Share of the variance of returns that the values before the update explained; None where that is not known."""
+    passes: int
+    """Passes over the batch that were begun."""
+    stopped: bool
+    """Stopped by its divergence, before the step that would have gone on."""
+    mismatch: float
+    """Mean |log-prob by learner - by actor| of the learner's own version's steps: a measure of unequal arithmetic."""
+    version_lag: float
+    """Updates between the weights that acted and those that learned, mean over steps."""
+    seconds: float
+    """Of the whole stack's update."""

@@ -78,7 +78,8 @@ def encode(rollouts: Sequence[Rollout], *, key: bytes | None = None, level: int 
     packed = []
     for rollout in rollouts:
         fields: dict[str, Any] = {name: getattr(rollout, name) for name in _SCALARS}
-        packed.append(PackedRollout(**fields, **{name: pack_array(getattr(rollout, name)) for name in _ARRAYS}))
+        fields.update((name, pack_array(getattr(rollout, name))) for name in _ARRAYS)
+        packed.append(PackedRollout(**fields))
     return seal(msgspec.msgpack.encode(packed), key=key, level=level)
 
 
@@ -101,7 +102,8 @@ def decode(message: bytes, *, key: bytes | None = None, limit: int = DEFAULT_LIM
     rollouts = []
     for each in packed:
         fields: dict[str, Any] = {name: getattr(each, name) for name in _SCALARS}
-        rollouts.append(Rollout(**fields, **{name: _unpack(name, getattr(each, name)) for name in _ARRAYS}))
+        fields.update((name, _unpack(name, getattr(each, name))) for name in _ARRAYS)
+        rollouts.append(Rollout(**fields))
     return rollouts
 
 
