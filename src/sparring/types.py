@@ -11,7 +11,7 @@ step``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -573,3 +573,42 @@ class UpdateReport:
     """Updates between the weights that acted and those that learned, mean over steps."""
     seconds: float
     """Of the whole stack's update."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A figure of several episodes.
+
+    >>> Spread.of([1.0, 3.0]).mean
+    2.0
+    """
+
+    mean: float
+    least: float
+    greatest: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(mean=sum(values) / len(values), least=min(values), greatest=max(values), count=len(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationReport:
+    """One round of collecting and learning: the only input of the table and ``metrics.jsonl`` of small policies."""
+
+    iteration: int
+    """From 1."""
+    env_steps: int
+    """Ticks of all copies since the run began."""
+    returns: Mapping[str, Spread]
+    """By policy: sums of rewards of the episodes that its agents ended in this round."""
+    lengths: Mapping[str, Spread]
+    """By policy: steps that an agent took in them."""
+    recent: Mapping[str, float]
+    """By policy: mean return of its last 100 episodes."""
+    updates: tuple[UpdateReport, ...]
+    dropped: int
+    """Rollouts that were not trained, in the whole run: stale, invalid, or of a full buffer."""
+    collect_seconds: float
+    seconds: float

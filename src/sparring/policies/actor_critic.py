@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,28 @@ class Shape:
     def output_size(self) -> int:
         """F: logits, or means."""
         return self.spaces.mask_size or self.spaces.action_size
+
+
+POLICIES = "policies.msgpack"
+"""Document of a checkpoint: a list of :class:`SavedPolicies`; the i-th one's weights are in ``stack-i.safetensors``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedPolicies:
+    """What a reader needs to act with a checkpoint's stack, beside its tensors."""
+
+    shape: Shape
+    names: list[str]
+    steps: list[int]
+    """Version by policy."""
+
+    def acting(self, tensors: Mapping[str, Tensor], incarnation: int) -> ActorWeights:
+        """The acting weights, from ``parameters`` and, where observations are normalised, ``acting/mean`` and
+        ``acting/scale``."""
+        stack = ActorCriticStack(self.shape, dtype=tensors["parameters"].dtype)
+        versions = [PolicyVersion(incarnation=incarnation, step=step) for step in self.steps]
+        mean, scale = (tensors[name].numpy() if name in tensors else None for name in ("acting/mean", "acting/scale"))
+        return stack.acting(versions, mean, scale, tensors["parameters"])
 
 
 class ActorCriticStack:
@@ -118,16 +140,18 @@ class ActorCriticStack:
         return _narrow(weights["critic.weight"], weights["critic.bias"], hidden).squeeze(1)
 
     def acting(
-        self, versions: Sequence[PolicyVersion], mean: np.ndarray | None = None, scale: np.ndarray | None = None
-    ) -> ActorWeights:
+        self, versions: Sequence[PolicyVersion], mean: np.ndarray | None = None, scale: np.ndarray | None = None,
+        parameters: Tensor | None = None,
+    ) -> ActorWeights:  # fmt: skip
         """A copy of what acting needs.
 
         Args:
             versions: One for each policy.
+            parameters: Other parameters than the stack's own, of its shape.
             mean: Shape (A, D), subtracted from observations; None where they are not normalised.
             scale: Shape (A, D).
         """
-        weights = self.named(self.parameters.detach())
+        weights = self.named((self.parameters if parameters is None else parameters).detach())
         prefix = "actor" if self.shape.state_size else "both"
 
         def own(name: str) -> np.ndarray:
