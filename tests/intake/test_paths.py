@@ -64,6 +64,19 @@ def test_flags_belong_to_their_steps() -> None:
     assert out.bootstraps.tolist() == [True, False, False, False] and out.final_observations.tolist() == [[9, 9, 9]]
 
 
+def test_memory_grows_with_what_is_there_not_with_the_limit() -> None:
+    """Trap 38: the original once asked for 24 GB for paths that might have become long."""
+    import tracemalloc
+
+    tracemalloc.start()
+    paths = OpenPaths(max_steps=10**12)
+    for environment in range(100):
+        paths.add(step(0, environment=environment))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
 def test_a_new_version_begins_a_new_rollout() -> None:
     paths = OpenPaths()
     paths.add(step(0))

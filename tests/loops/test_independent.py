@@ -231,12 +231,15 @@ def test_a_learner_that_fails_is_reported_and_the_others_go_on(monkeypatch: pyte
     ],
 )
 def test_exports_say_what_the_policies_say(env: str, ppo: dict[str, Any]) -> None:
-    """Traps 33 and 37: every agent's, normaliser and mask inside, compared after writing; hot reload by version."""
+    """Traps 6, 21, 33 and 37: every agent's, of its own activation, normaliser and mask inside, compared after writing;
+    hot reload by version."""
     from sparring.policies.acting import act, for_environment
     from sparring.policies.onnx_policy import OnnxPolicy
     from sparring.runs import load_small_policies
 
-    train(small(env=env, ppo=ppo, steps=400, net={"squash": env == "Pendulum-v1"}), "e")
+    pendulum = env == "Pendulum-v1"
+    net = {"squash": pendulum, "activation": "tanh" if pendulum else "relu"}
+    train(small(env=env, ppo=ppo, steps=400, net=net), "e")
     assert main(["export", "e", "--format", "onnx", "--out", "out"]) == 0
     policies = load_small_policies("e")
     assert {path.stem for path in Path("out").iterdir()} == set(policies)
@@ -247,12 +250,12 @@ def test_exports_say_what_the_policies_say(env: str, ppo: dict[str, Any]) -> Non
         actions, _ = act(weights.rows(np.array([row])), seen[None], None, None)
         np.testing.assert_allclose(loaded.run(seen).action, for_environment(weights, actions)[0], atol=1e-4)
         assert loaded.version == str(weights.versions[row]) and weights.mean is not None
-    if env == "Pendulum-v1":
+    if pendulum:
         return
     path = Path("out/a.onnx")
     loaded, old = OnnxPolicy(path), OnnxPolicy(path).version
     assert loaded.reload() is False
-    train(small(env=env, ppo=ppo, steps=800, net={"squash": False}), "e", resume=True)
+    train(small(env=env, ppo=ppo, steps=800, net=net), "e", resume=True)
     main(["export", "e", "--format", "onnx", "--policy", "a", "--out", "newer"])
     os.replace("newer/a.onnx", path)
     assert loaded.version == old and loaded.reload() is True and loaded.version != old
