@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from common import ROOT, machine, write
 
+import sparring.envs.gymnasium  # noqa: F401  (the rival's imports are not timed either)
 from sparring.config import CheckpointSettings, IndependentConfig
 from sparring.envs.load_agents import load_array_env
 from sparring.learning.settings import PPOSettings

@@ -216,7 +216,7 @@ def test_adam_and_clip_are_torchs_for_every_row() -> None:
     generator = torch.Generator().manual_seed(0)
     parameters = torch.randn(3, 7, generator=generator, dtype=torch.float64)
     first, second = torch.zeros_like(parameters), torch.zeros_like(parameters)
-    steps = torch.zeros(3, 1, dtype=torch.float64)
+    steps = np.zeros((3, 1))
     alone = [torch.nn.Parameter(row.clone()) for row in parameters]
     optimizers = [torch.optim.Adam([row], lr=0.01, eps=1e-5) for row in alone]
     for step in range(6):

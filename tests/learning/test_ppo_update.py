@@ -43,7 +43,8 @@ def run(made: StackLearner, data: Mapping[str, list[Rollout]], **other: Any) -> 
 def state(made: StackLearner, row: int) -> list[Any]:
     own = made.normalizers[row]
     return [
-        made.policies.parameters[row], made.first[row], made.second[row], made.steps[row],
+        made.policies.parameters[row], made.first[row], made.second[row],
+        torch.from_numpy(made.steps[row].copy()),
         *(torch.from_numpy(m.mean) for m in (own.observations, own.states, own.returns)),
         *(torch.from_numpy(m.squares) for m in (own.observations, own.states, own.returns)),
     ]  # fmt: skip
@@ -165,7 +166,7 @@ def test_a_step_is_cleanrls() -> None:
     )  # fmt: skip
     work = ppo_update._Work(
         parameters=parameters, first=torch.zeros_like(parameters), second=torch.zeros_like(parameters),
-        steps=torch.zeros(1, 1, dtype=torch.float64),
+        steps=np.zeros((1, 1)),
     )  # fmt: skip
     batch = collate([[random_rollout(0, count, spaces, dtype=np.float64)]], [START], np.float64)
     passes = ppo_update._epochs(

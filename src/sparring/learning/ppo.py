@@ -200,28 +200,32 @@ def clip_gradients(gradients: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
         gradients: Shape (A, P).
         max_norm: Above 0.
     """
-    norms = gradients.norm(dim=1, keepdim=True)
+    norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
     return gradients * (max_norm / (norms + 1e-6)).clamp(max=1.0), norms.squeeze(1)
 
 
 def adam_step(
-    parameters: Tensor, gradients: Tensor, first: Tensor, second: Tensor, steps: Tensor, learning_rate: float, *,
+    parameters: Tensor, gradients: Tensor, first: Tensor, second: Tensor, steps: Floats, learning_rate: float, *,
     eps: float, beta1: float = 0.9, beta2: float = 0.999,
 ) -> None:  # fmt: skip
     """One step of Adam (Kingma and Ba 2015), as torch has it, in place, every policy by its own count of steps.
 
     Args:
         parameters, gradients, first, second: Shape (A, P).
-        steps: Shape (A, 1), float64: steps before this one; 1 is added.
+        steps: Shape (A, 1): steps before this one; 1 is added.
         learning_rate: For all.
         eps: Added to the root of the corrected second moment.
         beta1, beta2: Decay of the moments.
     """
-    steps.add_(1.0)
+    steps += 1.0
     first.lerp_(gradients, 1.0 - beta1)
     second.mul_(beta2).addcmul_(gradients, gradients, value=1.0 - beta2)
-    # Per policy, in float64 until here: over all parameters they are cheap only in the parameters' own dtype.
-    rate = (-learning_rate / (1.0 - beta1**steps)).to(parameters.dtype)
-    correction = (1.0 - beta2**steps).rsqrt().to(parameters.dtype)
-    root = second.sqrt().mul_(correction).add_(eps)
-    parameters.addcdiv_(first * rate, root)
+    # m r / (c sqrt(v) + eps), with both divided by c: two operations over all parameters fewer.
+    correction = 1.0 / np.sqrt(1.0 - beta2**steps)
+    rate = -learning_rate / (1.0 - beta1**steps) / correction
+    floor = eps / correction
+    if (steps == steps[0]).all():  # as ever, but where policies are ragged: numbers in place of tensors
+        parameters.addcdiv_(first, second.sqrt().add_(float(floor[0, 0])), value=float(rate[0, 0]))
+        return
+    rates, floors = (torch.from_numpy(each).to(parameters.dtype) for each in (rate, floor))
+    parameters.addcdiv_(first * rates, second.sqrt().add_(floors))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparring.learning.ppo import (
+    Floats,
     Moments,
     adam_step,
     approximate_kl,
@@ -61,8 +62,8 @@ class StackLearner:
     first: Tensor
     """Adam's moments, shape (A, P)."""
     second: Tensor
-    steps: Tensor
-    """Adam's steps, shape (A, 1), float64 (exact below 2^53)."""
+    steps: Floats
+    """Adam's steps, shape (A, 1)."""
     normalizers: list[Normalizers]
     versions: list[PolicyVersion]
 
@@ -72,14 +73,14 @@ class StackLearner:
         zeros = torch.zeros_like(policies.parameters)
         return cls(
             policies=policies, settings=settings, sizes=sizes, first=zeros, second=zeros.clone(),
-            steps=zeros.new_zeros(len(zeros), 1, dtype=torch.float64), normalizers=[], versions=[],
+            steps=np.zeros((len(zeros), 1)), normalizers=[], versions=[],
         )  # fmt: skip
 
     def join(self, version: PolicyVersion) -> None:
         """Take up the last policy of the stack, which has just joined; the others keep everything."""
         row = self.first.new_zeros(1, self.policies.parameters.shape[1])
         self.first, self.second = torch.cat([self.first, row]), torch.cat([self.second, row])
-        self.steps = torch.cat([self.steps, self.steps.new_zeros(1, 1)])
+        self.steps = np.concatenate([self.steps, np.zeros((1, 1))])
         observation, state = self.sizes
         self.normalizers.append(
             Normalizers(observations=Moments.empty(observation), states=Moments.empty(state), returns=Moments.empty(1))
@@ -127,7 +128,7 @@ def update(
     ]
     work = _Work(
         parameters=stack.parameters.clone(), first=learner.first.clone(), second=learner.second.clone(),
-        steps=learner.steps.clone(),
+        steps=learner.steps.copy(),
     )  # fmt: skip
     passes = _epochs(stack, settings, work, steps, credit, batch, orders, algorithm=algorithm, progress=progress)
 
@@ -137,7 +138,7 @@ def update(
     stack.parameters.copy_(torch.where(keep, work.parameters, stack.parameters))
     learner.first = torch.where(keep, work.first, learner.first)
     learner.second = torch.where(keep, work.second, learner.second)
-    learner.steps = torch.where(keep, work.steps, learner.steps)
+    learner.steps = np.where(keep.numpy(), work.steps, learner.steps)
     reports = {}
     seconds = time.perf_counter() - began
     for row, name in enumerate(stack.names):
@@ -285,7 +286,7 @@ class _Work:
     parameters: Tensor
     first: Tensor
     second: Tensor
-    steps: Tensor
+    steps: Floats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,6 +319,7 @@ def _epochs(
     stopped_in, stopped = np.zeros(policies, np.int64), torch.zeros(policies, dtype=torch.bool)
     ragged = bool((batch.counts != most).any())
     fields = _fields(steps, credit)
+    each = torch.ones(policies, dtype=credit.advantages.dtype)  # policies' losses are apart: their sum's gradient
     for epoch in range(epochs):
         shuffled, weights = _shuffled(fields, batch, generators, size, count)
         if settings.normalize_advantages == "minibatch":
@@ -329,9 +331,9 @@ def _epochs(
         sums = weights.new_zeros(policies, len(FIGURES))
         taken = weights.new_zeros(policies, 1)
         stopped_in += active.numpy()
-        for start in range(0, count * size, size):
-            here = {name: tensor[:, start : start + size] for name, tensor in shuffled.items()}
-            weight = weights[:, start : start + size]
+        pieces = {name: tensor.split(size, dim=1) for name, tensor in shuffled.items()}
+        for index, weight in enumerate(weights.split(size, dim=1)):
+            here = {name: cut_up[index] for name, cut_up in pieces.items()}
             parameters = work.parameters.requires_grad_()
             minibatch = StepBatch(
                 observations=here["observations"], actions=here["actions"], masks=here.get("masks"),
@@ -350,7 +352,7 @@ def _epochs(
             loss = policy_loss + settings.value_coefficient * error
             if settings.entropy_coefficient > 0.0:
                 loss = loss - settings.entropy_coefficient * (entropy * weight).sum(-1)
-            (gradients,) = torch.autograd.grad(loss.sum(), parameters)
+            (gradients,) = torch.autograd.grad(loss, parameters, grad_outputs=each)
             with torch.no_grad():
                 work.parameters = parameters.detach()
                 norms = None
@@ -387,11 +389,12 @@ def _step(
         adam_step(work.parameters, gradients, work.first, work.second, work.steps, learning_rate, eps=settings.adam_eps)
         return
     moves = (active & (weight > 0).any(1)).unsqueeze(1)
-    before = [work.parameters, work.first, work.second, work.steps]
-    after = [tensor.clone() for tensor in before]
-    adam_step(after[0], gradients, after[1], after[2], after[3], learning_rate, eps=settings.adam_eps)
+    before = (work.parameters, work.first, work.second)
+    after, steps = [tensor.clone() for tensor in before], work.steps.copy()
+    adam_step(after[0], gradients, after[1], after[2], steps, learning_rate, eps=settings.adam_eps)
     chosen = [torch.where(moves, new, old) for new, old in zip(after, before, strict=True)]
-    work.parameters, work.first, work.second, work.steps = chosen
+    work.parameters, work.first, work.second = chosen
+    work.steps = np.where(moves.numpy(), steps, work.steps)
 
 
 def _fields(steps: _Steps, credit: _Credit) -> dict[str, Tensor]:

@@ -412,7 +412,7 @@ def _save(
     for i, learner in enumerate(stacks.values()):
         own = {
             "parameters": learner.policies.parameters, "first": learner.first, "second": learner.second,
-            "adam_steps": learner.steps,
+            "adam_steps": torch.from_numpy(learner.steps),
         }  # fmt: skip
         counts = []
         for row, normalizers in enumerate(learner.normalizers):
@@ -475,7 +475,7 @@ def _load(
                 "the checkpoint's policies have other shapes: net and algorithm cannot change in a resume"
             )
         learner.policies.parameters.copy_(own["parameters"])
-        learner.first, learner.second, learner.steps = own["first"], own["second"], own["adam_steps"]
+        learner.first, learner.second, learner.steps = own["first"], own["second"], own["adam_steps"].numpy()
         learner.versions = [PolicyVersion(incarnation=number, step=step) for step in saved.steps]
         learner.normalizers = [
             Normalizers(**{
