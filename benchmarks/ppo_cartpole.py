@@ -152,7 +152,8 @@ def main() -> None:
         result[side] = {
             "steps_per_cpu_second": round(iqm([r["env_steps"] / r["cpu_seconds"] for r in runs]), 1),
             "steps_per_second": round(iqm([r["env_steps"] / r["seconds"] for r in runs]), 1),
-            "steps_to_475": [step if (step := steps_to(r, 475)) < float("inf") else None for r in runs], "final": [r["final"] for r in runs],
+            "steps_to_475": [step if (step := steps_to(r, 475)) < float("inf") else None for r in runs],
+            "final": [r["final"] for r in runs],
             "final_iqm": round(iqm([r["final"] for r in runs]), 2),
         }  # fmt: skip
     if not chosen.only_ours:
