@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick bench-memory
+.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick bench-memory bench-sb3-venv bench-cartpole bench-stacked
 
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -72,6 +72,20 @@ bench-tick: $(STAMP) ## Measure a tick of 30 agents beside rows (half an hour; n
 
 bench-memory: $(STAMP) bench-venv ## Measure the peak memory of both (needs smollm2)
 	$(BIN)/python benchmarks/memory.py
+
+bench-sb3-venv: .venv-sb3/.installed ## Make .venv-sb3 with stable-baselines3
+
+.venv-sb3/.installed: $(STAMP)
+	$(BIN)/python -m venv --clear .venv-sb3
+	.venv-sb3/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt stable-baselines3==2.9.2 gymnasium
+	touch .venv-sb3/.installed
+
+bench-cartpole: $(STAMP) bench-sb3-venv ## Measure PPO on CartPole beside stable-baselines3, its defaults and the zoo's (half an hour)
+	$(BIN)/python benchmarks/ppo_cartpole.py --setting defaults --steps 65536
+	$(BIN)/python benchmarks/ppo_cartpole.py --setting zoo --steps 100000
+
+bench-stacked: $(STAMP) ## Measure an update of 16 stacked policies beside that of one (a minute)
+	$(BIN)/python benchmarks/ppo_stacked.py
 
 clean: ## Remove caches and build products (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -23,6 +23,7 @@ from sparring.config import (
     DemoConfig,
     EvalConfig,
     ExportConfig,
+    IndependentConfig,
     PlayConfig,
     SharedConfig,
     WarmupConfig,
@@ -126,7 +127,10 @@ def test_examples_in_the_help_are_right(
     run = tmp_path / "runs" / "first"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(SharedConfig()))
+    (tmp_path / "runs" / "pole").mkdir()
+    (tmp_path / "runs" / "pole" / "config.toml").write_text(to_toml(IndependentConfig()))
     for place in (
+        *("sparring.loops.independent:train_independent", "sparring.runs:export_onnx"),
         *("sparring.loops.shared:train_shared", "sparring.loops.warmup:warmup", "sparring.demo:demo"),
         *("sparring.evaluation.evaluate:evaluate_run", "sparring.evaluation.play:play", "sparring.runs:load_policy"),
         *("sparring.models:export", "sparring.models:add_smollm2", "sparring.envs.load:load_env"),

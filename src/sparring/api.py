@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sparring.config import CheckEnvConfig, EvalConfig, SharedConfig, WarmupConfig, from_settings
+from sparring.config import (
+    CheckEnvConfig,
+    EvalConfig,
+    IndependentConfig,
+    SharedConfig,
+    WarmupConfig,
+    from_settings,
+)
 from sparring.errors import ConfigError
 
 C = TypeVar("C")
@@ -34,17 +41,19 @@ def train_shared(config: SharedConfig | None = None, *, resume: str | Path | Non
     Raises:
         SparringError: See ``sparring.errors``; the message says what to change.
     """
-    path: Path | None = None
-    if resume is not None:
-        from sparring.config import load_config
-        from sparring.rundir import find_run
-
-        if config is not None:
-            raise ConfigError("resume goes on with the run's own configuration: leave config out")
-        path = find_run(resume)
-        config = load_config(SharedConfig, toml=path / "config.toml")
-    chosen = configured(SharedConfig, config, settings)
+    chosen, path = _begun(SharedConfig, config, resume, settings)
     return call("sparring.loops.shared:train_shared", chosen, resume=path)
+
+
+def train_independent(
+    config: IndependentConfig | None = None, *, resume: str | Path | None = None, **settings: Any
+) -> Any:
+    """Train a small policy for each agent of an environment, or for agents alike, by PPO; see ``IndependentConfig``.
+
+    Arguments, result and errors are those of :func:`train_shared`.
+    """
+    chosen, path = _begun(IndependentConfig, config, resume, settings)
+    return call("sparring.loops.independent:train_independent", chosen, resume=path)
 
 
 def warmup(config: WarmupConfig | None = None, **settings: Any) -> Any:
@@ -107,6 +116,21 @@ def configured(cls: type[C], config: C | None, settings: Mapping[str, Any]) -> C
     if config is not None and not isinstance(config, cls):
         raise ConfigError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
     return from_settings(cls, {name: _named(name, value) for name, value in settings.items()}, config)
+
+
+def _begun(
+    cls: type[C], config: C | None, resume: str | Path | None, settings: Mapping[str, Any]
+) -> tuple[C, Path | None]:
+    """The configuration of a run, and the run that it continues."""
+    if resume is None:
+        return configured(cls, config, settings), None
+    from sparring.config import load_config
+    from sparring.rundir import find_run
+
+    if config is not None:
+        raise ConfigError("resume goes on with the run's own configuration: leave config out")
+    path = find_run(resume)
+    return configured(cls, load_config(cls, toml=path / "config.toml"), settings), path
 
 
 def call(place: str, *arguments: Any, **keywords: Any) -> Any:

@@ -58,17 +58,24 @@ class Command:
 # What the commands do
 
 
-def _train_shared(arguments: list[str]) -> Any:
+def _train(command: str, loop: str, arguments: list[str]) -> Any:
     from sparring import api
 
     rest, resume = _taken(arguments, "--resume")
     if resume is None:
-        return api.call("sparring.loops.shared:train_shared", COMMANDS["train shared"].load(rest), resume=None)
+        return api.call(loop, COMMANDS[command].load(rest), resume=None)
     from sparring.rundir import find_run
 
     run = find_run(resume)
-    config = COMMANDS["train shared"].load(rest, toml=run / "config.toml")
-    return api.call("sparring.loops.shared:train_shared", config, resume=run)
+    return api.call(loop, COMMANDS[command].load(rest, toml=run / "config.toml"), resume=run)
+
+
+def _train_shared(arguments: list[str]) -> Any:
+    return _train("train shared", "sparring.loops.shared:train_shared", arguments)
+
+
+def _train_independent(arguments: list[str]) -> Any:
+    return _train("train independent", "sparring.loops.independent:train_independent", arguments)
 
 
 def _warmup(arguments: list[str]) -> Any:
@@ -99,6 +106,8 @@ def _export(arguments: list[str]) -> Any:
     from sparring import api
 
     config = COMMANDS["export"].load(arguments)
+    if config.format == "onnx":
+        return api.call("sparring.runs:export_onnx", config.source, config.out, policy=config.policy)
     policy = api.load_policy(config.source, policy=config.policy)
     return {"exported": str(api.call("sparring.models:export", policy, config.format, config.out))}
 
@@ -176,6 +185,22 @@ _ALL = (
         ),
     ),
     Command(
+        words=("train", "independent"),
+        summary="Small policies, one for each agent or for agents alike, learn by PPO (Gymnasium, PettingZoo, your own).",
+        config="IndependentConfig",
+        run=_train_independent,
+        examples=(
+            "sparring train independent --env CartPole-v1 --run pole",
+            "sparring train independent --env pettingzoo:mpe2.simple_spread_v3 --algorithm mappo --share spaces",
+            "sparring train independent --env my_module:MyEnv --copies 16 --net.hidden 128,128",
+            "sparring train independent --resume pole --steps 200000",
+        ),
+        more=(
+            ("--config FILE", "TOML with any of the settings below; options here win over it."),
+            ("--resume RUN", "Continue a run from its newest checkpoint, with its own configuration."),
+        ),
+    ),
+    Command(
         words=("warmup",),
         summary="Supervised start of a model, from bot play or a file of chats, so that it plays valid actions.",
         config="WarmupConfig",
@@ -220,13 +245,14 @@ _ALL = (
     ),
     Command(
         words=("export",),
-        summary="Write a trained policy as others read it: Hugging Face, PEFT, or merged.",
+        summary="Write a trained policy as others read it: Hugging Face, PEFT, merged, or ONNX (small policies).",
         config="ExportConfig",
         run=_export,
         positional=("source",),
         examples=(
             "sparring export first --out my-model",
             "sparring export first --policy blue --format peft --out blue-adapter",
+            "sparring export pole --format onnx --out pole-onnx",
         ),
     ),
     Command(

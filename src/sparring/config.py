@@ -20,6 +20,7 @@ from sparring.learning.settings import (
     GateSettings,
     LossSettings,
     OptimizerSettings,
+    PPOSettings,
     check_gate_and_loss,
 )
 from sparring.settings_io import (
@@ -41,6 +42,7 @@ __all__ = [
     "DemoConfig",
     "EvalConfig",
     "ExportConfig",
+    "IndependentConfig",
     "LoraSettings",
     "Option",
     "PlayConfig",
@@ -163,6 +165,134 @@ class SharedConfig:
             if player != "policy":
                 raise ConfigError(f"trainable names {team!r}, but players.{team} is {player!r}: only a policy learns")
         check_gate_and_loss(self.gate, self.loss)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetSettings:
+    """The network of a small policy: actor and critic apart, of the same widths.
+
+    >>> NetSettings().hidden
+    (64, 64)
+    """
+
+    hidden: tuple[int, ...] = (64, 64)
+    """Widths of the hidden layers."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    squash: bool = False
+    """Continuous actions: squash samples into the bounds by tanh; else cut them off there."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.hidden or min(self.hidden) < 1:
+            raise ConfigError(f"net.hidden is {self.hidden}: give at least one width of 1 or more, as in 64,64")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadySettings:
+    """When a policy has enough to learn from.
+
+    >>> ReadySettings().quorum
+    1.0
+    """
+
+    min_steps: int | None = None
+    """Steps of its agents that a policy waits for."""
+    trajectories: int | None = None
+    """Rollouts that a policy waits for."""
+    together: bool = False
+    """All policies wait for one another; else each learns as soon as it has enough."""
+    quorum: float = 1.0
+    """together: share of the policies that suffices."""
+    timeout: int | None = None
+    """together: after so many iterations with one policy ready, those that are learn without the others."""
+    capacity: int = 1 << 20
+    """Steps that may wait for one policy; more are refused, and counted."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("min_steps", "trajectories", "timeout", "capacity"):
+            if getattr(self, name) is not None:
+                _at_least(f"ready.{name}", getattr(self, name), 1)
+        if not 0.0 < self.quorum <= 1.0:
+            raise ConfigError(f"ready.quorum is {self.quorum!r}: give a share above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpponentSettings:
+    """Frozen past policies as opponents, in environments of two or more agents.
+
+    >>> OpponentSettings().share
+    0.0
+    """
+
+    share: float = 0.0
+    """Share of the episodes in which only one agent is played by the policy that learns, the others by a past one."""
+    every: int = 10
+    """Iterations between two policies that are kept."""
+    keep: int = 20
+    """Past policies in the pool, the oldest dropped first; each is drawn equally often."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not 0.0 <= self.share <= 1.0:
+            raise ConfigError(f"opponents.share is {self.share!r}: give a share from 0 to 1")
+        _at_least("opponents.every", self.every, 1)
+        _at_least("opponents.keep", self.keep, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndependentConfig:
+    """``sparring train independent``: a small policy for each agent, or for agents alike, by PPO.
+
+    >>> IndependentConfig(env="CartPole-v1").algorithm
+    'ippo'
+    """
+
+    env: str = "CartPole-v1"
+    """Gymnasium's name, pettingzoo:MODULE (#aec for turns), or package.module:Class."""
+    env_settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """Keywords of the environment's constructor."""
+    algorithm: Literal["ippo", "mappo", "reinforce"] = "ippo"
+    """PPO with own critics, PPO with critics that see everything, or REINFORCE with a baseline."""
+    steps: int = 100_000
+    """Length of the run: steps of the environment, over all copies."""
+    copies: int = 8
+    """Environments side by side."""
+    vector: bool = False
+    """Take Gymnasium's own vectorised form of the environment."""
+    rollout: int = 256
+    """Steps of each copy between two updates."""
+    share: Literal["none", "spaces"] = "none"
+    """Every agent has a policy of its own, or all agents of equal spaces have one."""
+    policies: Mapping[str, str] = field(default_factory=dict)
+    """Policy by agent, where share does not say what is wanted."""
+    critic: Literal["joint", "state"] = "joint"
+    """mappo: critics see the observations of all agents, or the environment's own state."""
+    net: NetSettings = field(default_factory=NetSettings)
+    ppo: PPOSettings = field(default_factory=PPOSettings)
+    ready: ReadySettings = field(default_factory=ReadySettings)
+    opponents: OpponentSettings = field(default_factory=OpponentSettings)
+    overlap: bool = False
+    """Collect while learning, with weights one update older; off, which learns better, each waits for the other."""
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    seed: int = 0
+    """One seed is one run, on one machine type and thread count."""
+    threads: int | None = 1
+    """CPU threads of the computation; none leaves it to PyTorch (small networks are fastest with 1)."""
+    run: str | None = None
+    """Name of the run's directory under runs/; none makes one from the date."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("steps", "copies", "rollout"):
+            _at_least(name, getattr(self, name), 1)
+        _common(self.seed, self.threads, self.run)
+        if self.critic == "state" and self.algorithm != "mappo":
+            raise ConfigError("critic is 'state', but only algorithm = 'mappo' has a critic that sees more: set it")
+        if self.overlap and self.ppo.max_version_lag < 1:
+            raise ConfigError("overlap is true, so data are one update old: set ppo.max_version_lag to 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,10 +454,10 @@ class ExportConfig:
     """A run, a checkpoint, or a model."""
     out: str
     """Directory to write; it must not exist, or be empty."""
-    format: Literal["hf", "peft", "merged"] = "hf"
-    """Whole model, LoRA adapter alone, or model with the adapter merged in."""
+    format: Literal["hf", "peft", "merged", "onnx"] = "hf"
+    """Whole model, LoRA adapter alone, model with the adapter merged in, or (small policies) ONNX."""
     policy: str | None = None
-    """Which policy, where a run trained several."""
+    """Which policy, where a run trained several; none exports all to onnx."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -142,8 +142,12 @@ class MetricsWriter:
         Raises:
             FileError: The disk is full, for example.
         """
+        self.write_row(metrics_row(report, episodes))
+
+    def write_row(self, row: Mapping[str, MetricValue]) -> None:
+        """Append a row of another loop's. Raises FileError as :meth:`write` does."""
         try:
-            self._file.write(msgspec.json.encode(metrics_row(report, episodes)) + b"\n")
+            self._file.write(msgspec.json.encode(row) + b"\n")
             self._file.flush()
         except OSError as error:
             raise FileError(f"cannot write {self.path}: {explain(error)}") from error

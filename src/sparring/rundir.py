@@ -20,11 +20,14 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 import msgspec
@@ -343,3 +346,26 @@ def _write_manifest(path: Path, manifest: RunManifest) -> None:
 def this_command() -> tuple[str, ...]:
     """The command line of this process, for :meth:`Session.now`."""
     return tuple(sys.argv)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM end the run after the tick (or iteration), with a checkpoint; a second SIGINT ends it at once."""
+    asked = False
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: the caller's program has the signals
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

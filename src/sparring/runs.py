@@ -16,6 +16,7 @@ from sparring.errors import CheckpointError, ConfigError, nearest
 from sparring.rundir import RUNS, find_run
 
 if TYPE_CHECKING:
+    from sparring.policies.acting import ActorWeights
     from sparring.policies.causal_lm import CausalLM
 
 SHARED = "shared"
@@ -122,3 +123,66 @@ def load_policy(name: str | Path, /, *, policy: str | None = None, step: int | N
     built = build_policies(config, [wanted] if config.adapters == "per_team" else [SHARED], **options)
     restore_policies({wanted: built[wanted]}, checkpoint)
     return built[wanted]
+
+
+# Small policies
+
+
+def load_small_policies(run: str | Path, *, step: int | None = None) -> dict[str, tuple[ActorWeights, int]]:
+    """The policies of a run of ``train independent``: by name, a stack's acting weights and the policy's row in it.
+
+    Raises:
+        ConfigError: It is no such run.
+        CheckpointError: It has no whole checkpoint (of that step).
+    """
+    import msgspec
+
+    from sparring.policies.actor_critic import POLICIES, SavedPolicies
+
+    place = find_run(run)
+    checkpoint = read_checkpoint(find_checkpoint(place, step))
+    if POLICIES not in checkpoint.documents:
+        raise ConfigError(f"{place} has no small policies: only runs of `sparring train independent` do")
+    try:
+        stacks = msgspec.msgpack.decode(checkpoint.documents[POLICIES], type=list[SavedPolicies])
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{checkpoint.path}: {POLICIES} is of another version ({error})") from error
+    found = {}
+    for number, saved in enumerate(stacks):
+        incarnation = int((place / "incarnation").read_text())
+        weights = saved.acting(checkpoint.tensors[f"stack-{number}.safetensors"], incarnation)
+        found.update({name: (weights, row) for row, name in enumerate(saved.names)})
+    return found
+
+
+def export_onnx(run: str | Path, out: str | Path, *, policy: str | None = None) -> dict[str, str]:
+    """Write small policies of a run as ``OUT/NAME.onnx``, each compared with what it was made from.
+
+    Args:
+        run: Directory or name.
+        out: Directory; made if it is missing.
+        policy: One of them; None writes all.
+
+    Returns:
+        File by policy.
+
+    Raises:
+        ConfigError: There is no such policy, or the directory holds something already.
+        ModelError: A file does not say what its policy says.
+    """
+    from sparring.policies.onnx_policy import export
+
+    found = load_small_policies(run)
+    if policy is not None and policy not in found:
+        raise ConfigError(f"policy: {run} has no policy {policy!r}{nearest(policy, found)}")
+    directory = Path(out)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"out is {str(out)!r}, which holds something: name a new or empty directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for name in [policy] if policy is not None else list(found):
+        weights, row = found[name]
+        path = directory / f"{name}.onnx"
+        export(path, weights, row)
+        written[name] = str(path)
+    return written

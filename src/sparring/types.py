@@ -1,7 +1,9 @@
 """The records that cross rooms: frozen, keyword-only, one sentence, shape and unit for each field.
 
 Legend: ``P`` prompt tokens, ``R`` reply tokens, ``T = P + R``. Arrays of one turn are plain tuples, so that this module
-needs nothing but the standard library; rooms that compute turn them into tensors once, at their own border.
+needs nothing but the standard library; rooms that compute turn them into tensors once, at their own border. The records
+of small policies (``Transition``, ``Rollout``) carry numpy arrays, which this module names but never loads. There ``T``
+is steps of one agent, ``D`` features of an observation, ``K`` parts of an action, ``B`` steps to bootstrap from.
 
 The data path: ``env -> observation -> agent -> Turn (pending) -> Settlement -> advantages -> gate -> Experience ->
 step``.
@@ -9,9 +11,17 @@ step``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -376,3 +386,229 @@ class EpisodeReport:
     episode: int
     ticks: int
     figures: Mapping[str, float]
+
+
+# Small policies
+
+
+class ActionKind(StrEnum):
+    """What an action of a small policy is made of."""
+
+    DISCRETE = "discrete"
+    """One choice, or several side by side (multi-discrete)."""
+    CONTINUOUS = "continuous"
+    """Real numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObservationPart:
+    """A named slice of a flat observation: where a dict observation's entry went.
+
+    >>> ObservationPart(name="position", start=2, size=3).size
+    3
+    """
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spaces:
+    """What an agent sees and does, as flat arrays. Agents of equal spaces can share a policy, or a stack.
+
+    >>> Spaces(observation_size=4, action=ActionKind.DISCRETE, choices=(2,)).action_size
+    1
+    """
+
+    observation_size: int
+    """D: numbers in one observation; whole numbers of the environment are one-hot in it."""
+    action: ActionKind
+    choices: tuple[int, ...] = ()
+    """Discrete: how many choices each part of the action has; one part is an ordinary discrete action."""
+    low: tuple[float, ...] = ()
+    """Continuous: least value of each part, -inf where there is none."""
+    high: tuple[float, ...] = ()
+    parts: tuple[ObservationPart, ...] = ()
+    """Entries of a dict observation, in order; empty where the environment's observation is one array."""
+
+    @property
+    def action_size(self) -> int:
+        """K: parts of one action."""
+        return len(self.choices) if self.action is ActionKind.DISCRETE else len(self.low)
+
+    @property
+    def mask_size(self) -> int:
+        """Entries of an action mask: one a choice, all parts one after the other; 0 for continuous actions."""
+        return sum(self.choices)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transition:
+    """One step of one agent in one environment, as an actor streams it.
+
+    >>> Transition(agent="a", environment=0, episode=0, version=PolicyVersion(incarnation=1, step=0), observation=[0.0],
+    ...     action=[1], log_prob=-0.7, reward=1.0, terminated=True).truncated
+    False
+    """
+
+    agent: str
+    environment: int
+    episode: int
+    version: PolicyVersion
+    """Of the policy that acted, stamped by the actor."""
+    observation: Array
+    """Shape (D,): what was seen before the action."""
+    action: Array
+    """Shape (K,)."""
+    log_prob: float
+    """Nats, under the distribution that was sampled from, mask included."""
+    reward: float
+    """Received for this step: everything until the agent's next observation."""
+    terminated: bool = False
+    """The episode ended for the agent by the environment's own rules: nothing comes after."""
+    truncated: bool = False
+    """It was cut by a limit: the final observation has a value."""
+    mask: Array | None = None
+    """Shape (M,), bool: which choices were allowed at this step. None where the environment has no masks."""
+    state: Array | None = None
+    """Shape (S,): what a centralised critic sees at this step."""
+    final_observation: Array | None = None
+    """Shape (D,): the successor of a truncated step."""
+    final_state: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """Consecutive steps of one agent in one environment under one version; episodes may end inside it.
+
+    The successor of step t is the observation of step t + 1, unless step t is a *boundary*: terminated (no successor),
+    or truncated or the last (its successor is the next row of ``final_observations``).
+
+    >>> import numpy as np
+    >>> rollout = Rollout(agent="a", environment=0, episode=3, version=PolicyVersion(incarnation=1, step=7),
+    ...     observations=np.zeros((3, 2), np.float32), actions=np.zeros((3, 1), np.int64),
+    ...     log_probs=np.zeros(3, np.float32), rewards=np.ones(3, np.float32),
+    ...     terminated=np.array([True, False, False]), truncated=np.array([False, True, False]),
+    ...     final_observations=np.zeros((2, 2), np.float32))
+    >>> len(rollout), rollout.bootstraps.tolist()
+    (3, [False, True, True])
+    """
+
+    agent: str
+    environment: int
+    """Which of the environments that the agent is in; paths of different environments are never joined."""
+    episode: int
+    """Number of the agent's episode in that environment at the first step; each end adds 1."""
+    version: PolicyVersion
+    """Of the policy that acted, stamped by the actor."""
+    observations: Array
+    """Shape (T, D), float, as the environment gave them: not normalised."""
+    actions: Array
+    """Shape (T, K): whole numbers for choices; floats as sampled, before any squashing or clipping."""
+    log_probs: Array
+    """Shape (T,), nats, under the distribution that was sampled from, mask included."""
+    rewards: Array
+    """Shape (T,)."""
+    terminated: Array
+    """Shape (T,), bool."""
+    truncated: Array
+    """Shape (T,), bool; where both are true, terminated counts."""
+    final_observations: Array
+    """Shape (B, D): successors of the steps in ``bootstraps``, in order."""
+    masks: Array | None = None
+    """Shape (T, M), bool."""
+    states: Array | None = None
+    """Shape (T, S), float."""
+    final_states: Array | None = None
+    """Shape (B, S)."""
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def bootstraps(self) -> Array:
+        """Shape (T,), bool: steps whose value goes on with that of a final observation."""
+        needs = self.truncated & ~self.terminated
+        if len(needs):
+            needs[-1] = not self.terminated[-1]
+        return needs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateReport:
+    """What one update did to one small policy: the learner's half of the per-policy table. Figures are means over the
+    steps of the last pass."""
+
+    policy: str
+    version: PolicyVersion
+    """After the update."""
+    failed: bool
+    """Numbers were no longer finite: the policy is what it was before."""
+    steps: int
+    """Steps it learned from."""
+    policy_loss: float
+    value_loss: float
+    """Mean squared error, in units of the value head."""
+    entropy: float
+    """Nats an action."""
+    kl: float
+    """Divergence from the policy at the start of the batch (k3 estimator), nats an action."""
+    clip_fraction: float
+    """Share of steps whose ratio was beyond the clip."""
+    grad_norm: float
+    """Before clipping."""
+    policy_loss_change: float
+    """Last pass minus first."""
+    value_loss_change: float
+    explained_variance: float | None
+    """Share of the variance of returns that the values before the update explained; None where that is not known."""
+    passes: int
+    """Passes over the batch that were begun."""
+    stopped: bool
+    """Stopped by its divergence, before the step that would have gone on."""
+    mismatch: float
+    """Mean |log-prob by learner - by actor| of the learner's own version's steps: a measure of unequal arithmetic."""
+    version_lag: float
+    """Updates between the weights that acted and those that learned, mean over steps."""
+    seconds: float
+    """Of the whole stack's update."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A figure of several episodes.
+
+    >>> Spread.of([1.0, 3.0]).mean
+    2.0
+    """
+
+    mean: float
+    least: float
+    greatest: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(mean=sum(values) / len(values), least=min(values), greatest=max(values), count=len(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IterationReport:
+    """One round of collecting and learning: the only input of the table and ``metrics.jsonl`` of small policies."""
+
+    iteration: int
+    """From 1."""
+    env_steps: int
+    """Ticks of all copies since the run began."""
+    returns: Mapping[str, Spread]
+    """By policy: sums of rewards of the episodes that its agents ended in this round."""
+    lengths: Mapping[str, Spread]
+    """By policy: steps that an agent took in them."""
+    recent: Mapping[str, float]
+    """By policy: mean return of its last 100 episodes."""
+    updates: tuple[UpdateReport, ...]
+    dropped: int
+    """Rollouts that were not trained, in the whole run: stale, invalid, or of a full buffer."""
+    collect_seconds: float
+    seconds: float

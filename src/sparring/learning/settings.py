@@ -306,6 +306,78 @@ class OptimizerSettings:
         return 1e-8 if self.kind == "adamw" else 1e-6
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPOSettings:
+    """How small policies learn from rollouts. See ``learning/ppo.py`` for the maths.
+
+    >>> PPOSettings().gae_lambda
+    0.95
+    """
+
+    gamma: float = 0.99
+    """Discount per step of an agent, in [0, 1]."""
+    gae_lambda: float = 0.95
+    """Decay of the advantage estimator, in [0, 1]; 1 is the whole return over the value."""
+    epochs: int = 10
+    """Passes over a batch."""
+    minibatch: int | None = 64
+    """Steps in one gradient step; none takes the whole batch. A shorter remainder counts as a minibatch."""
+    shuffle: bool = True
+    """A new order of steps for every pass and policy; else as they came."""
+    learning_rate: float = 3e-4
+    """Change of a weight per step, roughly."""
+    learning_rate_end: float | None = None
+    """The learning rate falls (or rises) linearly to this at the end of the run; none leaves it constant."""
+    clip: float = 0.2
+    """Ratios beyond 1 - clip and 1 + clip earn nothing more."""
+    clip_end: float | None = None
+    """clip moves linearly to this at the end of the run; none leaves it constant."""
+    clip_value: float | None = None
+    """Largest change of a value, in units of the value head, that still lowers its loss; none never clips."""
+    value_coefficient: float = 0.5
+    """Weight of the mean squared error of values."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+    max_grad_norm: float | None = 0.5
+    """Each policy's gradient is scaled down to this norm; none never clips."""
+    target_kl: float | None = None
+    """A policy stops for this batch, before the step, where its divergence from the start of the batch exceeds 1.5
+    times this; none never stops."""
+    kl_window: Literal["pass", "minibatch"] = "pass"
+    """Divergence is the mean over the minibatches of this pass so far, or of each minibatch alone."""
+    normalize_advantages: Literal["batch", "minibatch", "none"] = "minibatch"
+    """Over which steps advantages are shifted to mean 0 and scaled to deviation 1."""
+    normalize_observations: bool = False
+    """Shift and scale observations by their running mean and deviation, of each policy's own."""
+    normalize_values: bool = False
+    """The value head learns returns shifted and scaled by their running mean and deviation."""
+    max_version_lag: int = 1
+    """Rollouts whose version is further behind the learner when they would be trained are dropped, and counted."""
+    correction: Literal["ratio", "vtrace", "truncated"] = "ratio"
+    """Of older rollouts: by PPO's own ratio alone, by V-trace, or by truncated importance weights."""
+    ratio_cap: float = 1.0
+    """vtrace and truncated: largest importance weight."""
+    adam_eps: float = 1e-5
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        for name, share in (("ppo.gamma", self.gamma), ("ppo.gae_lambda", self.gae_lambda)):
+            _require(0.0 <= share <= 1.0, name, share, "give a share of at least 0 and at most 1")
+        _require(self.epochs >= 1, "ppo.epochs", self.epochs, "give at least 1")
+        _require(self.minibatch is None or self.minibatch >= 1, "ppo.minibatch", self.minibatch, "give at least 1")
+        for name in ("learning_rate", "clip", "ratio_cap", "adam_eps"):
+            _positive(f"ppo.{name}", getattr(self, name))
+        for name in ("clip_value", "max_grad_norm", "target_kl"):
+            if getattr(self, name) is not None:
+                _positive(f"ppo.{name}", getattr(self, name))
+        for name in ("learning_rate_end", "clip_end"):
+            if getattr(self, name) is not None:
+                _not_negative(f"ppo.{name}", getattr(self, name))
+        for name in ("value_coefficient", "entropy_coefficient"):
+            _not_negative(f"ppo.{name}", getattr(self, name))
+        _require(self.max_version_lag >= 0, "ppo.max_version_lag", self.max_version_lag, "give 0 or more updates")
+
+
 def check_gate_and_loss(gate: GateSettings, loss: LossSettings) -> None:
     """Raise ConfigError when the loss needs every token of a reply and the gate would cut replies (design decision
     2)."""

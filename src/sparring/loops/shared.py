@@ -8,13 +8,10 @@ importance weights correct for the steps between.
 
 from __future__ import annotations
 
-import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -52,7 +49,7 @@ from sparring.loops.rollout import (
 from sparring.metrics import MetricsWriter, Progress, Transcript, collapse_alarms
 from sparring.policies.causal_lm import SMALL_MODEL, CausalLM
 from sparring.rewards.load import RewardFunction, load_reward
-from sparring.rundir import RunDirectory, Session
+from sparring.rundir import RunDirectory, Session, stop_on_signals
 from sparring.runs import build_policies, load_policy, policy_name, restore_policies, tensor_file
 from sparring.types import (
     EpisodeReport,
@@ -150,7 +147,7 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
     dtype = "float32" if config.device == "cpu" else "float32 weights, bfloat16 autocast"
     session = Session.now(argv=_argv(), device=config.device, threads=torch.get_num_threads(), dtype=dtype)
 
-    with _run_directory(config, resume, session) as run, _stop_on_signals() as stop:
+    with _run_directory(config, resume, session) as run, stop_on_signals() as stop:
         number = incarnation(run.path)
         tick, next_episode, ready, counts = 0, 0, list[Settlement](), Counter[str]()
         newest = latest(run.checkpoints) if resume is not None else None
@@ -392,29 +389,6 @@ def _seat_players(config: SharedConfig, env: Env) -> tuple[dict[str, Player], di
 
 def _is_trained(policy: CausalLM, players: Mapping[str, Player]) -> bool:
     return any(isinstance(p, PolicyPlayer) and p.trained and p.policy is policy for p in players.values())
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM end the run after the tick, with a checkpoint; a second SIGINT ends it at once."""
-    asked = False
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked = True
-
-    try:
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: the caller's program has the signals
-        yield lambda: False
-        return
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------------------------------------------------- saving

@@ -10,6 +10,7 @@ from sparring.types import PolicyVersion, Reply, SamplingSettings
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,4 +75,37 @@ class TrainablePolicy(Protocol):
 
     def matrix_names(self) -> Iterable[str]:
         """Names of the trainable 2-D linear weights (not embeddings, head or norms): those APOLLO may project."""
+        ...
+
+
+# Small policies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatch:
+    """Steps of A policies side by side, B each, padded where one has fewer."""
+
+    observations: Tensor
+    """Shape (A, B, D), normalised where the policy's are."""
+    actions: Tensor
+    """Shape (A, B, K): int64 choices, or floats as sampled."""
+    masks: Tensor | None = None
+    """Shape (A, B, M), bool; None allows everything."""
+    states: Tensor | None = None
+    """Shape (A, B, S): what a centralised critic sees; None where critics see the observations."""
+
+
+class StackedPolicies(Protocol):
+    """What PPO needs of small policies of equal shape: a row of parameters each."""
+
+    names: list[str]
+    parameters: Tensor
+    """Shape (A, P)."""
+
+    def evaluate(self, parameters: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the actions, entropies (nats), values as the head says them; each (A, B), with gradient."""
+        ...
+
+    def values(self, parameters: Tensor, seen: Tensor) -> Tensor:
+        """Values (A, B) of observations (or of states, for a centralised critic) of shape (A, B, D)."""
         ...
