@@ -23,7 +23,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -184,11 +184,13 @@ class Trial:
         settled = [self._settlement(number, *row) for number, row in enumerate(rows)]
         groups = {s.turn.id: str(s.turn.id.episode // SAMPLES) for s in settled}
         credits, _ = credit(settled, AdvantageSettings(kind="group", scale="none"), BaselineState(), groups=groups)
+        # The papers divide by all tokens, those of prompts whose samples all earned the same among them.
+        turns = [replace(turn, counted=True) for turn in credits.turns]
         if self.gate is None:
             ones = (1.0,) * self.length
-            gated: Sequence[GatedTurn] = [GatedTurn(credited=turn, weights=ones) for turn in credits.turns]
+            gated: Sequence[GatedTurn] = [GatedTurn(credited=turn, weights=ones) for turn in turns]
         else:
-            gated = self.gate.weigh(credits.turns).turns
+            gated = self.gate.weigh(turns).turns
         experiences = to_experiences(gated, policy="shared")
         graded = forwarded = 0
         for _ in range(2 if self.method == "ppo" else 1):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sparring.errors import PromptError
+from sparring.inference.kv_cache import check_head_size
 from sparring.inference.padded_rows import PaddedRows, Prompt, by_prompt
 from sparring.inference.tree_rows import TreeRows
 from sparring.policies.causal_lm import CausalLM
@@ -25,7 +26,7 @@ from sparring.policies.contract import Sampler, SampleRequest
 from sparring.policies.distribution import effective, log_distribution
 from sparring.policies.language_model import WORTH_A_TREE
 from sparring.tokens.prefix_tree import distinct_prefixes
-from sparring.types import Reply, SamplingSettings
+from sparring.types import KeyValueSettings, Reply, SamplingSettings
 
 _COMPACT_BELOW = 0.75  # share of rows still running under which finished ones are worth a copy of the cache
 
@@ -60,10 +61,22 @@ class InProcessSampler:
         policy: Whose adapter is used and whose version is stamped on the replies.
         prefill_tokens: Prompt tokens, padding included, of one prefill batch. Small batches stay in a CPU's cache.
         cache_bytes: Size of the keys and values of the rows that are decoded together; more rows wait their turn.
+        kv: Whether keys and values are coded (see ``kv_cache``); None keeps them in full.
+
+    Raises:
+        ConfigError: The model's heads cannot be coded so.
     """
 
-    def __init__(self, policy: CausalLM, *, prefill_tokens: int | None = None, cache_bytes: int = 2 * 1024**3) -> None:
-        self.policy = policy
+    def __init__(
+        self,
+        policy: CausalLM,
+        *,
+        prefill_tokens: int | None = None,
+        cache_bytes: int = 2 * 1024**3,
+        kv: KeyValueSettings | None = None,
+    ) -> None:
+        self.policy, self.kv = policy, kv or KeyValueSettings()
+        check_head_size(policy.core.head_size, self.kv)
         self.prefill_tokens = prefill_tokens or (1536 if policy.core.device.type == "cpu" else 32768)
         self.cache_bytes = cache_bytes
         self.statistics = SamplerStatistics()
@@ -114,10 +127,12 @@ class InProcessSampler:
         core = self.policy.core
         total = sum(len(prompt.ids) * len(prompt.requests) for prompt in waiting)
         distinct = distinct_prefixes([prompt.ids for prompt in waiting])
-        kind = TreeRows if core.rows_because is None and distinct <= WORTH_A_TREE * total else PaddedRows
+        worth_it = distinct <= WORTH_A_TREE * total or self.kv.coded  # coded rows are read without decoding keys
+        kind = TreeRows if core.rows_because is None and worth_it else PaddedRows
         return kind(
-            core, waiting, prefill_tokens=self.prefill_tokens, cache_bytes=self.cache_bytes, new_tokens=new_tokens
-        )
+            core, waiting, prefill_tokens=self.prefill_tokens, cache_bytes=self.cache_bytes, new_tokens=new_tokens,
+            kv=self.kv,
+        )  # fmt: skip
 
     def _decode(self, state: PaddedRows | TreeRows, settings: SamplingSettings) -> list[tuple[int, Reply]]:
         """Decode until every row has ended or run out; returns (request's index, reply)."""

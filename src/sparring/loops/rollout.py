@@ -23,6 +23,7 @@ from sparring.inference.sampler import InProcessSampler
 from sparring.policies.causal_lm import CausalLM
 from sparring.policies.contract import SampleRequest
 from sparring.types import (
+    KeyValueSettings,
     Outcome,
     ParseFailure,
     PolicyVersion,
@@ -42,8 +43,8 @@ class PolicyPlayer:
     trained: bool
 
     @classmethod
-    def of(cls, policy: CausalLM, *, trained: bool) -> PolicyPlayer:
-        return cls(policy=policy, sampler=InProcessSampler(policy), trained=trained)
+    def of(cls, policy: CausalLM, *, trained: bool, kv: KeyValueSettings | None = None) -> PolicyPlayer:
+        return cls(policy=policy, sampler=InProcessSampler(policy, kv=kv), trained=trained)
 
 
 @dataclass(frozen=True, kw_only=True)
