@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick
+.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick bench-kv bench-optimizers token-reversal
 
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -69,6 +69,15 @@ bench-grpo: $(STAMP) bench-venv ## Measure a GRPO step beside TRL's, at 300/48/8
 bench-tick: $(STAMP) ## Measure a tick of 30 agents beside rows (half an hour; needs smollm2)
 	$(BIN)/python benchmarks/market_tick.py --gate 0.03
 	$(BIN)/python benchmarks/market_tick.py --gate off
+
+bench-kv: $(STAMP) ## Measure coded keys and values beside full ones (a quarter of an hour; needs smollm2)
+	$(BIN)/python benchmarks/kv_cache.py --docs
+
+bench-optimizers: $(STAMP) ## Measure APOLLO beside AdamW (minutes)
+	$(BIN)/python benchmarks/optimizers.py --docs
+
+token-reversal: $(STAMP) ## Repeat the delightful gradient's experiment on a CPU (half an hour)
+	$(BIN)/python recipes/token_reversal.py --json --docs
 
 clean: ## Remove caches and build products (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
