@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick bench-memory bench-sb3-venv bench-cartpole bench-stacked
+.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick bench-memory bench-sb3-venv bench-cartpole bench-stacked bench-kv bench-optimizers token-reversal
 
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -86,6 +86,15 @@ bench-cartpole: $(STAMP) bench-sb3-venv ## Measure PPO on CartPole beside stable
 
 bench-stacked: $(STAMP) ## Measure an update of 16 stacked policies beside that of one (a minute)
 	$(BIN)/python benchmarks/ppo_stacked.py
+
+bench-kv: $(STAMP) ## Measure coded keys and values beside full ones (a quarter of an hour; needs smollm2)
+	$(BIN)/python benchmarks/kv_cache.py --docs
+
+bench-optimizers: $(STAMP) ## Measure APOLLO beside AdamW (minutes)
+	$(BIN)/python benchmarks/optimizers.py --docs
+
+token-reversal: $(STAMP) ## Repeat the delightful gradient's experiment on a CPU (half an hour)
+	$(BIN)/python recipes/token_reversal.py --json --docs
 
 clean: ## Remove caches and build products (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -23,7 +23,7 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -49,6 +49,7 @@ GATES: dict[str, GateSettings | None] = {
     "ppo": None,
     "filter": GateSettings(mode="off", **COLD),
     "dg": GateSettings(mode="delight", **COLD),
+    "dgk_50": GateSettings(rate=0.50, **COLD),
     "dgk_30": GateSettings(rate=0.30, **COLD),
     "dgk_10": GateSettings(rate=0.10, **COLD),
     "dgk_3": GateSettings(rate=0.03, **COLD),
@@ -184,11 +185,13 @@ class Trial:
         settled = [self._settlement(number, *row) for number, row in enumerate(rows)]
         groups = {s.turn.id: str(s.turn.id.episode // SAMPLES) for s in settled}
         credits, _ = credit(settled, AdvantageSettings(kind="group", scale="none"), BaselineState(), groups=groups)
+        # The papers divide by all tokens, those of prompts whose samples all earned the same among them.
+        turns = [replace(turn, counted=True) for turn in credits.turns]
         if self.gate is None:
             ones = (1.0,) * self.length
-            gated: Sequence[GatedTurn] = [GatedTurn(credited=turn, weights=ones) for turn in credits.turns]
+            gated: Sequence[GatedTurn] = [GatedTurn(credited=turn, weights=ones) for turn in turns]
         else:
-            gated = self.gate.weigh(credits.turns).turns
+            gated = self.gate.weigh(turns).turns
         experiences = to_experiences(gated, policy="shared")
         graded = forwarded = 0
         for _ in range(2 if self.method == "ppo" else 1):
@@ -301,7 +304,7 @@ def _label(method: str) -> str:
 
 def figure(trials: dict[str, list[Trial]]) -> str:
     """Error (mean over seeds) against steps, graded tokens, forwarded positions and seconds: one SVG, no library."""
-    colours = ["#444", "#999", "#1f77b4", "#d62728", "#ff9f1c", "#2ca02c", "#7b2cbf"]
+    colours = ["#444", "#999", "#1f77b4", "#d62728", "#ff9f1c", "#2ca02c", "#7b2cbf", "#17becf"]
     axes = [
         ("steps", "steps"),
         ("graded", "graded tokens"),
@@ -334,15 +337,15 @@ def figure(trials: dict[str, list[Trial]]) -> str:
         for value in (low, high):
             at = top + tall * (value == low)
             parts.append(f'<text x="{left - 4}" y="{at + 3}" text-anchor="end">{value:.3g}</text>')
-        for colour, (method, curve) in zip(colours, curves.items(), strict=True):
+        for colour, (method, curve) in zip(colours, curves.items(), strict=False):
             points = " ".join(
                 f"{left + wide * math.log(x / least) / math.log(most / least):.1f},"
                 f"{top + tall * math.log(high / max(y, low)) / math.log(high / low):.1f}"
                 for x, y in zip(xs[method], curve, strict=True)
             )
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-    for number, (colour, method) in enumerate(zip(colours, curves, strict=True)):
-        x, y = 20 + number * 80, 2 * height + 24
+    for number, (colour, method) in enumerate(zip(colours, curves, strict=False)):
+        x, y = 12 + number * 73, 2 * height + 24
         parts.append(f'<rect x="{x}" y="{y - 8}" width="12" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="{y - 2}">{_label(method)}</text>')
     return "\n".join([*parts, "</svg>\n"])

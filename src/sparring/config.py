@@ -34,7 +34,7 @@ from sparring.settings_io import (
     load_config,
     to_toml,
 )
-from sparring.types import SamplingSettings
+from sparring.types import KeyValueSettings, SamplingSettings
 
 __all__ = [
     "CheckEnvConfig",
@@ -134,6 +134,7 @@ class SharedConfig:
     """Train all weights, one LoRA adapter, or one adapter for each team."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    kv: KeyValueSettings = field(default_factory=KeyValueSettings)
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     gate: GateSettings = field(default_factory=GateSettings)
     loss: LossSettings = field(default_factory=LossSettings)
@@ -157,6 +158,7 @@ class SharedConfig:
         _common(self.seed, self.threads, self.run)
         _reward(self.reward)
         _sampling(self.sampling)
+        _key_values(self.kv)
         _lora_only_with_adapters(self.adapters, self.lora)
         for team, player in self.players.items():
             _player(f"players.{team}", player)
@@ -525,6 +527,19 @@ def _sampling(sampling: SamplingSettings) -> None:
     if not 0.0 < sampling.top_p <= 1.0:
         raise ConfigError(f"sampling.top_p is {sampling.top_p!r}: give a share above 0 and at most 1")
     _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
+
+
+def _key_values(kv: KeyValueSettings) -> None:
+    check_types(kv)
+    for name, bits in (("kv.key_bits", kv.key_bits), ("kv.value_bits", kv.value_bits)):
+        if bits is not None and bits not in (2.0, 3.0, 3.5, 4.0):
+            raise ConfigError(f"{name} is {bits:g}: choose 2, 3, 3.5 or 4 bits, or leave it out")
+    if (kv.key_bits is None) != (kv.value_bits is None):
+        missing = "kv.key_bits" if kv.key_bits is None else "kv.value_bits"
+        raise ConfigError(f"{missing} is not set: keys and values are both coded, or neither (2, 3, 3.5 or 4 bits)")
+    if kv.key_bits is None and kv != KeyValueSettings():
+        raise ConfigError("kv.window is set, but nothing is coded: set kv.key_bits and kv.value_bits too")
+    _at_least("kv.window", kv.window, 0)
 
 
 def _lora_only_with_adapters(adapters: str, lora: LoraSettings) -> None:

@@ -76,6 +76,26 @@ class SamplingSettings:
     """Longest reply in tokens, the end-of-turn token included."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyValueSettings:
+    """How a sampler keeps keys and values: in full, or coded (TurboQuant; 2, 3, 3.5 or 4 bits a number).
+
+    >>> KeyValueSettings(key_bits=4, value_bits=3).coded
+    True
+    """
+
+    key_bits: float | None = None
+    """Of keys, which matter more; none keeps them in full."""
+    value_bits: float | None = None
+    """Of values; set both, or none."""
+    window: int = 32
+    """The newest positions of each row, which stay in full; older ones are coded once, as they leave it."""
+
+    @property
+    def coded(self) -> bool:
+        return self.key_bits is not None
+
+
 class ParseFailureKind(StrEnum):
     """Why a reply is no action. A failure is data: it is counted, penalised and never paid."""
 

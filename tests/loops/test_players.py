@@ -153,6 +153,14 @@ def test_off_policy_the_ratio_is_not_one(model: str) -> None:
     assert any(row.get("version_lag", 0.0) > 0.5 and abs(row["max_ratio"] - 1) > 1e-3 for row in rows)
 
 
+def test_coded_keys_and_values_are_known_to_the_ratio(model: str) -> None:
+    """On-policy, yet what was sampled is the coded model's: the ratio is near 1 and not 1."""
+    rows = metrics(Path(train_shared(small(model, kv={"key_bits": 4, "value_bits": 3})).run))
+    ratios = [row["mean_ratio"] for row in rows if "skipped/shared" not in row]
+    assert len(ratios) >= 4 and all(0.5 < ratio < 2.0 for ratio in ratios)  # heads of 8 numbers
+    assert any(abs(ratio - 1) > 1e-4 for ratio in ratios)
+
+
 # Players
 
 
@@ -256,6 +264,10 @@ TRAIN = ("train", "shared", "--ticks", "2", "--worlds", "1", "--quiet", "true")
         (("--reward", "loop_toys:nothing"), "has no 'nothing'"),
         (("--env", "loop_toys:LateEnv", "--env-settings.delay", "0"), "reads the market's facts"),
         (("--env-settings.tickz", "3"), "tickz"),
+        (("--kv.key-bits", "4"), "kv.value_bits is not set"),
+        (("--kv.key-bits", "5", "--kv.value-bits", "3"), "kv.key_bits is 5: choose 2, 3, 3.5 or 4"),
+        (("--kv.key-bits", "3.5", "--kv.value-bits", "3"), "the model's heads have 8 numbers, not a multiple of 16"),
+        (("--kv.window", "8"), "nothing is coded"),
         (("--resume", "nowhere"), "no run 'nowhere'"),
     ],
 )

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparring.inference.kv_cache import CodedColumns
 from sparring.policies.contract import SampleRequest
-from sparring.policies.kv_buffer import KeyValueBuffer, bytes_per_token, is_plain
+from sparring.policies.kv_buffer import KeyValueBuffer, bytes_per_token, held_cache, is_plain
 from sparring.policies.language_model import LanguageModel, micro_batches
+from sparring.types import KeyValueSettings
 
 
 @dataclass(slots=True)
@@ -43,7 +45,8 @@ class PaddedRows:
     """Rows that are decoded together.
 
     Columns of the cache: ``width`` for prompts, right-aligned, then one a step. With a plain cache (every layer sees
-    its whole past) all prompts of the batch share buffers; others stay the model's own cache, one prefill batch each.
+    its whole past) all prompts of the batch share buffers; others, and coded ones, stay the model's own cache,
+    one prefill batch each.
 
     Attributes:
         prompts: The prompts of the rows, in the order of the rows (a prompt has one row for each request).
@@ -53,8 +56,9 @@ class PaddedRows:
     """
 
     def __init__(
-        self, core: LanguageModel, waiting: Sequence[Prompt], *, prefill_tokens: int, cache_bytes: int, new_tokens: int
-    ) -> None:
+        self, core: LanguageModel, waiting: Sequence[Prompt], *, prefill_tokens: int, cache_bytes: int, new_tokens: int,
+        kv: KeyValueSettings,
+    ) -> None:  # fmt: skip
         """Takes as many of the waiting prompts (longest first) as the memory allows."""
         self.core, self.new_tokens, self._cache_bytes = core, new_tokens, cache_bytes
         self.cache: Any = None
@@ -75,8 +79,10 @@ class PaddedRows:
             members.extend(chunk)
             hidden.append(states[source])
             if cache is None:
-                self.plain = is_plain(own_cache) and core.uses_sdpa
+                self.plain = is_plain(own_cache) and core.uses_sdpa and not kv.coded
                 if not self.plain:
+                    if kv.coded:
+                        own_cache = held_cache(own_cache, lambda keys, values: CodedColumns(keys, values, kv))
                     if rows > len(chunk):
                         own_cache.batch_select_indices(source)
                     self.cache = own_cache

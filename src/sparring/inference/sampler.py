@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparring.errors import PromptError
+from sparring.inference.kv_cache import check_head_size
 from sparring.inference.padded_rows import PaddedRows, Prompt, by_prompt
 from sparring.inference.tree_rows import Past, TreeRows
 from sparring.policies.causal_lm import CausalLM
@@ -26,7 +27,7 @@ from sparring.policies.contract import Sampler, SampleRequest
 from sparring.policies.distribution import effective, log_distribution
 from sparring.policies.language_model import WORTH_A_TREE
 from sparring.tokens.prefix_tree import distinct_prefixes
-from sparring.types import Reply, SamplingSettings
+from sparring.types import KeyValueSettings, Reply, SamplingSettings
 
 _COMPACT_BELOW = 0.75  # share of rows still running under which finished ones are worth a copy of the cache
 
@@ -62,14 +63,25 @@ class InProcessSampler:
         prefill_tokens: Prompt tokens, padding included, of one prefill batch. Small batches stay in a CPU's cache.
         cache_bytes: Size of the keys and values of the rows that are decoded together; more rows wait their turn.
         remember: Keep what prompts share for the next ones while the weights stand. A reply then depends, in the last
-            bits of its log-probs, on what was asked before: not for a run that must resume to the bit.
+            bits of its log-probs, on what was asked before: not for a run that must resume to the bit. Keys and values
+            that are coded are not kept.
+        kv: Whether keys and values are coded (see ``kv_cache``); None keeps them in full.
+
+    Raises:
+        ConfigError: The model's heads cannot be coded so.
     """
 
     def __init__(
-        self, policy: CausalLM, *, prefill_tokens: int | None = None, cache_bytes: int = 2 * 1024**3,
+        self,
+        policy: CausalLM,
+        *,
+        prefill_tokens: int | None = None,
+        cache_bytes: int = 2 * 1024**3,
         remember: bool = False,
-    ) -> None:  # fmt: skip
-        self.policy, self.remember = policy, remember
+        kv: KeyValueSettings | None = None,
+    ) -> None:
+        self.policy, self.remember, self.kv = policy, remember, kv or KeyValueSettings()
+        check_head_size(policy.core.head_size, self.kv)
         self.prefill_tokens = prefill_tokens or (1536 if policy.core.device.type == "cpu" else 32768)
         self.cache_bytes = cache_bytes
         self.statistics = SamplerStatistics()
@@ -130,11 +142,17 @@ class InProcessSampler:
         core = self.policy.core
         total = sum(len(prompt.ids) * len(prompt.requests) for prompt in waiting)
         distinct = distinct_prefixes([prompt.ids for prompt in waiting])
-        limits = {"prefill_tokens": self.prefill_tokens, "cache_bytes": self.cache_bytes, "new_tokens": new_tokens}
-        if core.rows_because is not None or distinct > WORTH_A_TREE * total:
-            return PaddedRows(core, waiting, **limits)
-        rows = TreeRows(core, waiting, **limits, past=self._past)
-        self._past = rows.past if self.remember else None
+        worth_it = distinct <= WORTH_A_TREE * total or self.kv.coded  # coded rows are read without decoding keys
+        if core.rows_because is not None or not worth_it:
+            return PaddedRows(
+                core, waiting, prefill_tokens=self.prefill_tokens, cache_bytes=self.cache_bytes, new_tokens=new_tokens,
+                kv=self.kv,
+            )  # fmt: skip
+        rows = TreeRows(
+            core, waiting, prefill_tokens=self.prefill_tokens, cache_bytes=self.cache_bytes, new_tokens=new_tokens,
+            kv=self.kv, past=self._past,
+        )  # fmt: skip
+        self._past = rows.past() if self.remember else None
         return rows
 
     def _decode(self, state: PaddedRows | TreeRows, settings: SamplingSettings) -> list[tuple[int, Reply]]:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparring.inference.kv_cache import CodedRows, before_window, record_bytes
 from sparring.inference.padded_rows import Prompt
 from sparring.policies.language_model import LanguageModel
-from sparring.policies.tree_attention import DecodingRows, NodeStore, Span, chunk_plan
+from sparring.policies.tree_attention import FullRows, NodeStore, Span, chunk_plan
 from sparring.tokens.prefix_tree import PrefixTree, Segment, corresponding, cut, merge, shared_length
+from sparring.types import KeyValueSettings
 
 WORTH_SHARING = 256
 """Tokens that a shared segment must save a step: below that, a product of its own costs more than it saves."""
@@ -39,16 +41,18 @@ class TreeRows:
         logits: fp32 (R, V), after the prompts.
         lengths: int64 (R,): prompt tokens of each row.
         prefilled: Token positions computed for the prompts.
-        past: What they share.
     """
 
     def __init__(
         self, core: LanguageModel, waiting: Sequence[Prompt], *, prefill_tokens: int, cache_bytes: int, new_tokens: int,
-        past: Past | None = None,
+        kv: KeyValueSettings, past: Past | None = None,
     ) -> None:  # fmt: skip
-        self.core, self.new_tokens = core, new_tokens
+        self.core, self.new_tokens, self.kv = core, new_tokens, kv
         started = time.perf_counter()
-        self.prompts = _admitted(waiting, cache_bytes // core.bytes_per_position, new_tokens)
+        node = row = core.bytes_per_position
+        if kv.coded:
+            row = core.vectors_per_position * record_bytes(core.head_size, kv)
+        self.prompts = _admitted(waiting, cache_bytes, new_tokens, node_bytes=node, row_bytes=row)
         tree = merge([prompt.ids for prompt in self.prompts])
         store = NodeStore(tree.size)
         last = [int(tree.nodes(number)[-1]) for number in range(len(self.prompts))]
@@ -65,8 +69,15 @@ class TreeRows:
         self.lengths = torch.tensor([len(self.prompts[number].ids) for number in repeats], device=core.device)
         self.prefilled = int(fresh.sum())
         self._own, self._rows = self._lay_out(tree, store, repeats)
-        self.past = _past(tree, store, [tree.nodes(repeats[s.start])[: s.column + s.length] for s in self._rows.spans])
+        self._tree, self._store, self._repeats = tree, store, repeats
         self.prefill_seconds = time.perf_counter() - started
+
+    def past(self) -> Past | None:
+        """What they share, copied; None where keys and values are coded."""
+        if self.kv.coded:
+            return None
+        tree, spans = self._tree, self._rows.spans
+        return _past(tree, self._store, [tree.nodes(self._repeats[s.start])[: s.column + s.length] for s in spans])
 
     def forward(self, chosen: Tensor, step: int) -> Tensor:
         """Hidden states (R, H) after one more token a row; ``step`` counts from 0."""
@@ -75,23 +86,14 @@ class TreeRows:
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, ascending; columns that are padding in all of them go too."""
         kept = rows.tolist()
-        before = self._rows
         longest = int(self._own.max())
         self._own, self.lengths = self._own[rows], self.lengths[rows]
-        drop = longest - int(self._own.max())
         spans = []
-        for span in before.spans:
+        for span in self._rows.spans:
             start, stop = (int(np.searchsorted(kept, edge)) for edge in (span.start, span.stop))
             if stop > start:
-                spans.append(Span(
-                    start=start, stop=stop, first_node=span.first_node, column=span.column, length=span.length
-                ))  # fmt: skip
-        for table in (before.keys, before.values):
-            for layer in list(table):
-                table[layer] = table[layer][:, :, drop:].index_select(0, rows)
-        mask = before.mask[rows]
-        before.mask = torch.cat([mask[..., : before.shared], mask[..., before.shared + drop :]], dim=-1)
-        before.spans, before.length = spans, before.length - drop
+                spans.append(replace(span, start=start, stop=stop))
+        self._rows.keep(rows, spans, longest - int(self._own.max()))
 
     def _prefill(
         self, tree: PrefixTree, store: NodeStore, wanted: Sequence[int], budget: int, fresh: np.ndarray
@@ -105,10 +107,14 @@ class TreeRows:
             place |= {node: states[node - first] for node in asked if first <= node < stop}
         return torch.stack([place[node] for node in wanted])
 
-    def _lay_out(self, tree: PrefixTree, store: NodeStore, repeats: Sequence[int]) -> tuple[Tensor, DecodingRows]:
+    def _lay_out(
+        self, tree: PrefixTree, store: NodeStore, repeats: Sequence[int]
+    ) -> tuple[Tensor, FullRows | CodedRows]:
         """Which segments are shared, and buffers with what is not."""
         device = self.core.device
         spans = shared_spans(tree, repeats)
+        if self.kv.coded:
+            spans = before_window(spans, [tree.row_lengths[prompt] for prompt in repeats], self.kv.window)
         shared = max((span.column + span.length for span in spans), default=0)
         own: list[np.ndarray] = []
         covered = np.zeros((len(repeats), shared), dtype=bool)
@@ -124,14 +130,6 @@ class TreeRows:
         index = np.zeros((len(own), width), dtype=np.int64)
         for row, nodes in enumerate(own):
             index[row, width - len(nodes) :] = nodes
-        flat = torch.from_numpy(index.reshape(-1)).to(device)
-
-        def buffer(table: Tensor) -> Tensor:
-            heads, _, size = table.shape
-            made = table.new_zeros((len(own), heads, width + self.new_tokens, size))
-            made[:, :, :width] = table.index_select(1, flat).view(heads, len(own), width, size).transpose(0, 1)
-            return made
-
         lengths = torch.tensor([len(nodes) for nodes in own])
         seen = torch.cat(
             [
@@ -141,22 +139,43 @@ class TreeRows:
             dim=1,
         )
         mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None, None, :].to(device)
-        rows = DecodingRows(
+        if self.kv.coded:
+            coded = CodedRows(
+                store,
+                spans,
+                shared,
+                torch.from_numpy(index).to(device),
+                mask,
+                new_tokens=self.new_tokens,
+                settings=self.kv,
+            )
+            return lengths.to(device), coded
+        flat = torch.from_numpy(index.reshape(-1)).to(device)
+
+        def buffer(table: Tensor) -> Tensor:
+            heads, _, size = table.shape
+            made = table.new_zeros((len(own), heads, width + self.new_tokens, size))
+            made[:, :, :width] = table.index_select(1, flat).view(heads, len(own), width, size).transpose(0, 1)
+            return made
+
+        full = FullRows(
             store=store, spans=spans, shared=shared, keys={n: buffer(t) for n, t in store.keys.items()},
             values={n: buffer(t) for n, t in store.values.items()}, mask=mask, length=width,
         )  # fmt: skip
-        return lengths.to(device), rows
+        return lengths.to(device), full
 
 
-def _admitted(waiting: Sequence[Prompt], positions: int, new_tokens: int) -> list[Prompt]:
-    """The first of the prompts, in the order of their tokens, whose tree and rows fit into so many positions."""
+def _admitted(
+    waiting: Sequence[Prompt], cache_bytes: int, new_tokens: int, *, node_bytes: int, row_bytes: int
+) -> list[Prompt]:
+    """The first of the prompts, in the order of their tokens, whose tree and rows fit; bytes are those of a position."""
     taken: list[Prompt] = []
     nodes = rows = longest = 0
     before: tuple[int, ...] = ()
     for prompt in sorted(waiting, key=lambda prompt: prompt.ids):
         nodes += len(prompt.ids) - shared_length(before, prompt.ids)
         rows, longest = rows + len(prompt.requests), max(longest, len(prompt.ids))
-        if taken and nodes + rows * (longest + new_tokens) > positions:
+        if taken and nodes * node_bytes + rows * (longest + new_tokens) * row_bytes > cache_bytes:
             break
         taken.append(prompt)
         before = prompt.ids

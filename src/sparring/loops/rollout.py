@@ -23,6 +23,7 @@ from sparring.inference.sampler import InProcessSampler
 from sparring.policies.causal_lm import CausalLM
 from sparring.policies.contract import SampleRequest
 from sparring.types import (
+    KeyValueSettings,
     Outcome,
     ParseFailure,
     PolicyVersion,
@@ -42,8 +43,11 @@ class PolicyPlayer:
     trained: bool
 
     @classmethod
-    def of(cls, policy: CausalLM, *, trained: bool, remember: bool = False) -> PolicyPlayer:
-        return cls(policy=policy, sampler=InProcessSampler(policy, remember=remember), trained=trained)
+    def of(
+        cls, policy: CausalLM, *, trained: bool, remember: bool = False, kv: KeyValueSettings | None = None
+    ) -> PolicyPlayer:
+        sampler = InProcessSampler(policy, remember=remember, kv=kv)
+        return cls(policy=policy, sampler=sampler, trained=trained)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -368,7 +368,7 @@ def _seat_players(config: SharedConfig, env: Env) -> tuple[dict[str, Player], di
         if word == "policy":
             name = policy_name(config, team)
             key = (name, team in trainable)
-            by_policy.setdefault(key, PolicyPlayer.of(policies[name], trained=team in trainable))
+            by_policy.setdefault(key, PolicyPlayer.of(policies[name], trained=team in trainable, kv=config.kv))
             players[team] = by_policy[key]
         elif word == "bot":
             if rest not in bots:
@@ -378,7 +378,7 @@ def _seat_players(config: SharedConfig, env: Env) -> tuple[dict[str, Player], di
             if rest not in frozen:
                 opponent = load_policy(rest, training=False, device=config.device)
                 opponent.name = f"frozen:{rest}"
-                frozen[rest] = PolicyPlayer.of(opponent, trained=False)
+                frozen[rest] = PolicyPlayer.of(opponent, trained=False, kv=config.kv)
             players[team] = frozen[rest]
         else:
             url, _, model = rest.partition("#")

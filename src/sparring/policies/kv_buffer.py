@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,49 @@ class KeyValueBuffer(Cache):
                 layer.key_buffer[:, :, : layer.length],
                 layer.value_buffer[:, :, : layer.length],
             )
+
+
+class HeldColumns(Protocol):
+    """One layer's keys and values, kept in some form of its own."""
+
+    length: int
+    """Columns so far."""
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """One step's columns (rows, key-value heads, n, head size); returns all of them so far."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows, which may repeat."""
+        ...
+
+
+class HeldLayer(DynamicLayer):
+    """A layer of transformers' cache over columns that are held elsewhere."""
+
+    def __init__(self, held: HeldColumns) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it without types
+        self.held, self.is_initialized = held, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append columns; returns all of them."""
+        return self.held.append(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Filled columns."""
+        return self.held.length
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Go on with these rows, which may repeat."""
+        self.held.select(indices)
+
+
+def held_cache(cache: Any, hold: Callable[[Tensor, Tensor], HeldColumns]) -> Any:
+    """The same cache, in which ``hold`` has taken over the layers that see their whole past; others stay as they are."""
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
+            cache.layers[number] = HeldLayer(hold(layer.keys, layer.values))
+    return cache
 
 
 def new_cache(config: Any) -> DynamicCache:

@@ -93,12 +93,21 @@ class LanguageModel:
         return int(value) if value else None
 
     @property
+    def head_size(self) -> int:
+        """Numbers in the key, or value, of one head."""
+        named = getattr(self.config, "head_dim", None)
+        return int(named or self.config.hidden_size // self.config.num_attention_heads)
+
+    @property
+    def vectors_per_position(self) -> int:
+        """Keys of one position, over all layers and heads; as many values."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        return int(self.config.num_hidden_layers * heads)
+
+    @property
     def bytes_per_position(self) -> int:
         """Bytes of the keys and values of one position, over all layers, where every layer attends to all of them."""
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        size = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        width = 2 if self.device.type == "cuda" else 4
-        return int(2 * self.config.num_hidden_layers * heads * size * width)
+        return 2 * self.vectors_per_position * self.head_size * (2 if self.device.type == "cuda" else 4)
 
     @property
     def uses_sdpa(self) -> bool:
@@ -195,7 +204,7 @@ class LanguageModel:
                 input_ids=ids.unsqueeze(-1), attention_mask=ready, position_ids=positions.unsqueeze(-1),
                 use_cache=False, rows=rows,
             ).last_hidden_state  # fmt: skip
-        rows.length += 1
+        rows.advance()
         return states[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:

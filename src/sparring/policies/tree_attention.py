@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -105,9 +105,28 @@ class Span:
     length: int
 
 
+class DecodingRows(Protocol):
+    """Rows that are decoded together, as attention sees them."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Keep one more token's key and value a row, and attend to all of the row's.
+
+        Query (R, heads, 1, d), key and value with their own heads; returns (R, 1, heads, d).
+        """
+        ...
+
+    def advance(self) -> None:
+        """All layers have kept their token."""
+        ...
+
+    def keep(self, rows: Tensor, spans: list[Span], drop: int) -> None:
+        """Go on with these rows and spans, and without the ``drop`` first own columns."""
+        ...
+
+
 @dataclass(kw_only=True, slots=True)
-class DecodingRows:
-    """Rows that are decoded together: what they share stands in the store, what is their own in buffers.
+class FullRows:
+    """Rows whose keys and values are kept in full: what they share in the store, what is their own in buffers.
 
     Columns of the scores: ``shared`` for depths of shared segments, then the buffers' own.
     """
@@ -122,6 +141,63 @@ class DecodingRows:
     """Added to the scores, (rows, 1, 1, all columns): -inf where a row has nothing."""
     length: int = 0
     """Filled columns of the buffers."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """One softmax over shared and own columns; see ``DecodingRows``."""
+        own_keys, own_values = self.keys[layer], self.values[layer]
+        end = self.length + 1
+        own_keys[:, :, self.length : end], own_values[:, :, self.length : end] = key, value
+        count, heads, _, size = query.shape
+        groups = key.shape[1]
+        queries = (query * scale).view(count, groups, heads // groups, size)
+        scores = queries.new_zeros((count, groups, heads // groups, self.shared + end))
+        torch.matmul(queries, own_keys[:, :, :end].transpose(-1, -2), out=scores[..., self.shared :])
+        score_spans(scores, queries, self.spans, self.store.keys[layer])
+        shares = (scores + self.mask[..., : self.shared + end]).softmax(dim=-1)
+        found = shares[..., self.shared :] @ own_values[:, :, :end]
+        add_spans(found, shares, self.spans, self.store.values[layer])
+        return found.reshape(count, 1, heads, size)
+
+    def advance(self) -> None:
+        self.length += 1
+
+    def keep(self, rows: Tensor, spans: list[Span], drop: int) -> None:
+        for table in (self.keys, self.values):
+            for layer in list(table):
+                table[layer] = table[layer][:, :, drop:].index_select(0, rows)
+        self.mask = kept_mask(self.mask, rows, self.shared, drop)
+        self.spans, self.length = spans, self.length - drop
+
+
+def score_spans(scores: Tensor, queries: Tensor, spans: Sequence[Span], store_keys: Tensor) -> None:
+    """Scores of shared segments, one product a segment for all rows below it, written into their columns.
+
+    Scores (R, groups, heads a group, columns), queries (R, groups, heads a group, d), keys (groups, nodes, d).
+    """
+    for span in spans:
+        nodes = slice(span.first_node, span.first_node + span.length)
+        asked = queries[span.start : span.stop].transpose(0, 1).flatten(1, 2)
+        answer = asked @ store_keys[:, nodes].transpose(-1, -2)
+        scores[span.start : span.stop, :, :, span.column : span.column + span.length] = answer.view(
+            answer.shape[0], span.stop - span.start, -1, span.length
+        ).transpose(0, 1)
+
+
+def add_spans(found: Tensor, shares: Tensor, spans: Sequence[Span], store_values: Tensor) -> None:
+    """Adds what shared segments contribute to ``found``, (R, groups, heads a group, d)."""
+    for span in spans:
+        nodes = slice(span.first_node, span.first_node + span.length)
+        part = shares[span.start : span.stop, :, :, span.column : span.column + span.length]
+        answer = part.transpose(0, 1).flatten(1, 2) @ store_values[:, nodes]
+        found[span.start : span.stop] += answer.view(
+            answer.shape[0], span.stop - span.start, -1, answer.shape[-1]
+        ).transpose(0, 1)
+
+
+def kept_mask(mask: Tensor, rows: Tensor, shared: int, drop: int) -> Tensor:
+    """The mask of these rows, without the ``drop`` first own columns."""
+    chosen = mask[rows]
+    return torch.cat([chosen[..., :shared], chosen[..., shared + drop :]], dim=-1)
 
 
 def chunk_plan(
@@ -190,7 +266,7 @@ def tree_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' contract of an attention function; query (1, heads, N, d), key and value with their own heads."""
     if rows is not None:
-        return _decode(module, query, key, value, rows, other["scaling"]), None
+        return rows.attend(module.layer_idx, query, key, value, other["scaling"]), None
     if tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **other)
     if tree.store is not None:
@@ -238,37 +314,6 @@ def _runs(starts: Sequence[int], segments: Sequence[int]) -> list[slice]:
         else:
             runs.append(slice(starts[segment], starts[segment + 1]))
     return runs
-
-
-def _decode(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, rows: DecodingRows, scale: float
-) -> Tensor:  # fmt: skip
-    """One token a row, query (R, heads, 1, d): one softmax over shared and own columns; returns (R, 1, heads, d)."""
-    layer = module.layer_idx
-    own_keys, own_values = rows.keys[layer], rows.values[layer]
-    end = rows.length + 1
-    own_keys[:, :, rows.length : end], own_values[:, :, rows.length : end] = key, value
-    count, heads, _, size = query.shape
-    groups = key.shape[1]
-    queries = (query * scale).view(count, groups, heads // groups, size)
-    scores = queries.new_zeros((count, groups, heads // groups, rows.shared + end))
-    torch.matmul(queries, own_keys[:, :, :end].transpose(-1, -2), out=scores[..., rows.shared :])
-    store_keys, store_values = rows.store.keys[layer], rows.store.values[layer]
-    for span in rows.spans:
-        nodes = slice(span.first_node, span.first_node + span.length)
-        asked = queries[span.start : span.stop].transpose(0, 1).flatten(1, 2)
-        answer = asked @ store_keys[:, nodes].transpose(-1, -2)
-        scores[span.start : span.stop, :, :, span.column : span.column + span.length] = answer.view(
-            groups, span.stop - span.start, -1, span.length
-        ).transpose(0, 1)
-    shares = (scores + rows.mask[..., : rows.shared + end]).softmax(dim=-1)
-    found = shares[..., rows.shared :] @ own_values[:, :, :end]
-    for span in rows.spans:
-        nodes = slice(span.first_node, span.first_node + span.length)
-        part = shares[span.start : span.stop, :, :, span.column : span.column + span.length]
-        answer = part.transpose(0, 1).flatten(1, 2) @ store_values[:, nodes]
-        found[span.start : span.stop] += answer.view(groups, span.stop - span.start, -1, size).transpose(0, 1)
-    return found.reshape(count, 1, heads, size)
 
 
 def _joined(pieces: Sequence[Tensor], which: Sequence[int]) -> Tensor:
