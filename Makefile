@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick
+.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick bench-selfplay
 
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -69,6 +69,9 @@ bench-grpo: $(STAMP) bench-venv ## Measure a GRPO step beside TRL's, at 300/48/8
 bench-tick: $(STAMP) ## Measure a tick of 30 agents beside rows (half an hour; needs smollm2)
 	$(BIN)/python benchmarks/market_tick.py --gate 0.03
 	$(BIN)/python benchmarks/market_tick.py --gate off
+
+bench-selfplay: $(STAMP) bench-venv ## Measure a round of self-play beside alternating TRL phases (half an hour; needs smollm2)
+	$(BIN)/python benchmarks/selfplay_round.py
 
 clean: ## Remove caches and build products (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

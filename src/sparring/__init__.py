@@ -14,17 +14,29 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["SharedConfig", "__version__", "check_env", "evaluate", "load_policy", "train_shared", "warmup"]
+__all__ = [
+    "SelfplayConfig",
+    "SharedConfig",
+    "__version__",
+    "check_env",
+    "evaluate",
+    "load_policy",
+    "train_selfplay",
+    "train_shared",
+    "warmup",
+]
 
 if TYPE_CHECKING:
-    from sparring.api import check_env, evaluate, load_policy, train_shared, warmup
-    from sparring.config import SharedConfig
+    from sparring.api import check_env, evaluate, load_policy, train_selfplay, train_shared, warmup
+    from sparring.config import SelfplayConfig, SharedConfig
 
 _HOMES = {
+    "SelfplayConfig": "sparring.config",
     "SharedConfig": "sparring.config",
     "check_env": "sparring.api",
     "evaluate": "sparring.api",
     "load_policy": "sparring.api",
+    "train_selfplay": "sparring.api",
     "train_shared": "sparring.api",
     "warmup": "sparring.api",
 }

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sparring.config import CheckEnvConfig, EvalConfig, SharedConfig, WarmupConfig, from_settings
+from sparring.config import CheckEnvConfig, EvalConfig, SelfplayConfig, SharedConfig, WarmupConfig, from_settings
 from sparring.errors import ConfigError
 
 C = TypeVar("C")
@@ -34,6 +34,21 @@ def train_shared(config: SharedConfig | None = None, *, resume: str | Path | Non
     Raises:
         SparringError: See ``sparring.errors``; the message says what to change.
     """
+    return _train(SharedConfig, "sparring.loops.shared:train_shared", config, resume, settings)
+
+
+def train_selfplay(config: SelfplayConfig | None = None, *, resume: str | Path | None = None, **settings: Any) -> Any:
+    """Self-play on knowledge graphs: a generator sets tasks, an answerer solves them. Arguments as of ``train_shared``.
+
+    Returns:
+        The run's report.
+    """
+    return _train(SelfplayConfig, "sparring.loops.selfplay:train_selfplay", config, resume, settings)
+
+
+def _train(
+    cls: type[C], function: str, config: C | None, resume: str | Path | None, settings: Mapping[str, Any]
+) -> Any:
     path: Path | None = None
     if resume is not None:
         from sparring.config import load_config
@@ -42,9 +57,8 @@ def train_shared(config: SharedConfig | None = None, *, resume: str | Path | Non
         if config is not None:
             raise ConfigError("resume goes on with the run's own configuration: leave config out")
         path = find_run(resume)
-        config = load_config(SharedConfig, toml=path / "config.toml")
-    chosen = configured(SharedConfig, config, settings)
-    return call("sparring.loops.shared:train_shared", chosen, resume=path)
+        config = load_config(cls, toml=path / "config.toml")
+    return call(function, configured(cls, config, settings), resume=path)
 
 
 def warmup(config: WarmupConfig | None = None, **settings: Any) -> Any:

@@ -58,17 +58,26 @@ class Command:
 # What the commands do
 
 
-def _train_shared(arguments: list[str]) -> Any:
+def _train(command: str, function: str, arguments: list[str]) -> Any:
+    """A loop on a new run, or on one that is continued with its own configuration."""
     from sparring import api
 
     rest, resume = _taken(arguments, "--resume")
     if resume is None:
-        return api.call("sparring.loops.shared:train_shared", COMMANDS["train shared"].load(rest), resume=None)
+        return api.call(function, COMMANDS[command].load(rest), resume=None)
     from sparring.rundir import find_run
 
     run = find_run(resume)
-    config = COMMANDS["train shared"].load(rest, toml=run / "config.toml")
-    return api.call("sparring.loops.shared:train_shared", config, resume=run)
+    config = COMMANDS[command].load(rest, toml=run / "config.toml")
+    return api.call(function, config, resume=run)
+
+
+def _train_shared(arguments: list[str]) -> Any:
+    return _train("train shared", "sparring.loops.shared:train_shared", arguments)
+
+
+def _train_selfplay(arguments: list[str]) -> Any:
+    return _train("train selfplay", "sparring.loops.selfplay:train_selfplay", arguments)
 
 
 def _warmup(arguments: list[str]) -> Any:
@@ -169,6 +178,22 @@ _ALL = (
             "sparring train shared --players.red bot:attacker --trainable blue,gray",
             "sparring train shared --env examples.my_env:MyEnv --reward env",
             "sparring train shared --resume first --ticks 100",
+        ),
+        more=(
+            ("--config FILE", "TOML with any of the settings below; options here win over it."),
+            ("--resume RUN", "Continue a run from its newest checkpoint, with its own configuration."),
+        ),
+    ),
+    Command(
+        words=("train", "selfplay"),
+        summary="A generator sets tasks on knowledge graphs, an answerer solves them, and both learn.",
+        config="SelfplayConfig",
+        run=_train_selfplay,
+        examples=(
+            "sparring train selfplay --model models/graph --run first",
+            "sparring train selfplay --dry-run --rounds 1",
+            "sparring train selfplay --world geonames --model models/geo --full --rounds 1 --context-edges 12",
+            "sparring train selfplay --resume first --rounds 8",
         ),
         more=(
             ("--config FILE", "TOML with any of the settings below; options here win over it."),

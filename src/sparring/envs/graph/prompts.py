@@ -27,15 +27,19 @@ GENERATOR_FULL = (
 ANSWERER_BRIEF, GENERATOR_BRIEF = "Answer.", "Ask."
 
 
-def context_of(graph: KnowledgeGraph, task: Task, rng: Random, *, edges: int) -> tuple[Triple, ...]:
+def context_of(
+    graph: KnowledgeGraph, task: Task, rng: Random, *, edges: int, also: Sequence[Triple] = ()
+) -> tuple[Triple, ...]:
     """What an answerer is shown: all of the evidence among distractors, in an order that tells nothing.
 
     Half of the distractors continue from nodes or use relations of the evidence, so that neither a node nor a relation
-    alone gives the answer away; and no place in the list is likelier than another.
+    alone gives the answer away; and no place in the list is likelier than another. ``also`` are edges that are shown in
+    any case (of a canonical graph that the generator drew).
     """
     evidence = frozenset(task.evidence)
     ends = {end for edge in evidence for end in (edge.src, edge.dst)}
     relations = {edge.rel for edge in evidence}
+    evidence |= frozenset(also)
     others = [edge for edge in graph.triples if edge not in evidence]
     near = [edge for edge in others if edge.rel in relations or edge.src in ends]
     room = max(0, edges - len(evidence))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -29,7 +30,12 @@ def make_world(name: str, settings: Mapping[str, Any], *, split: Split, seed: in
         ConfigError: No such world, or a setting that it does not know.
         EnvError: Its data is not there.
     """
-    key = f"{split}/{seed}/{number}"
+    return _made(name, tuple(sorted(settings.items())), split, seed, number)
+
+
+@lru_cache(maxsize=128)
+def _made(name: str, pairs: tuple[tuple[str, Any], ...], split: Split, seed: int, number: int) -> World:
+    settings, key = dict(pairs), f"{split}/{seed}/{number}"
     if name == "investigation":
         return investigation(_settings(InvestigationSettings, settings), key)
     if name == "geonames":
