@@ -58,10 +58,6 @@ if __name__ == "__main__":
     parser.add_argument("--world", default="investigation")
     parser.add_argument("--full", action="store_true", help="full instructions and questions (for pretrained models)")
     chosen = parser.parse_args()
-    settings: dict[str, Any] = {"world": chosen.world, "full": chosen.full}
-    if chosen.world != "investigation":
-        settings["world_settings"] = {}
-    made = chats(
-        SelfplayConfig(**settings), chosen.count, care=chosen.care, generator_share=chosen.generator_share
-    )  # fmt: skip
+    config = SelfplayConfig(world=chosen.world, full=chosen.full)
+    made = chats(config, chosen.count, care=chosen.care, generator_share=chosen.generator_share)
     chosen.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")

@@ -183,9 +183,7 @@ class SelfplayConfig:
     lora: LoraSettings = field(default_factory=LoraSettings)
     world: str = "investigation"
     """investigation, geonames, or metaqa (with world_settings.root)."""
-    world_settings: Mapping[str, Scalar] = field(
-        default_factory=lambda: {"users": 12, "posts": 6, "threads": 3, "events": 3, "ids": "numbered"}
-    )
+    world_settings: Mapping[str, Scalar] = field(default_factory=dict)
     """The world's own settings, which it checks itself."""
     worlds: int = 4
     """Fresh graphs of each round."""
@@ -195,6 +193,10 @@ class SelfplayConfig:
     """How the answerer reaches the graph: a shuffled list of edges, or tools over several turns."""
     max_steps: int = 8
     """Turns of an attempt with tools."""
+    subagents: int = 0
+    """Sub-agents that an attempt with tools may spawn; they look things up at the same time, and are not trained."""
+    subagent_steps: int = 4
+    """Turns of each sub-agent."""
     context_edges: int = 8
     """Edges that a prompt shows, evidence and distractors together."""
     min_hops: int = 1
@@ -260,6 +262,12 @@ class SelfplayConfig:
             _at_least(name, getattr(self, name), 2)
         _at_least("judge_samples", self.judge_samples, 8)
         _at_least("opponents", self.opponents, 0)
+        _at_least("subagents", self.subagents, 0)
+        _at_least("subagent_steps", self.subagent_steps, 1)
+        if self.subagents and self.access != "tools":
+            raise ConfigError(
+                f"subagents is {self.subagents}: only an answerer with tools has any; write access = 'tools'"
+            )
         _at_least("eval_tasks", self.eval_tasks, 0)
         _common(self.seed, self.threads, self.run)
         _sampling(self.generator_sampling)

@@ -13,11 +13,15 @@ import pytest
 import torch
 
 from loop_toys import assert_same_run, random_model
-from sparring.config import SelfplayConfig
+from sparring.config import EvalConfig, SelfplayConfig
 from sparring.envs.graph.records import Query
 from sparring.errors import ConfigError
+from sparring.evaluation import graph_panel
+from sparring.evaluation.evaluate import evaluate_run
+from sparring.league import graph_match
+from sparring.league.graph_match import PoolTask
 from sparring.loops import selfplay
-from sparring.loops.selfplay import PoolTask, plan, train_selfplay
+from sparring.loops.selfplay import plan, train_selfplay
 from sparring.rewards.graph_classic import answerer_reward as classic_reward
 from sparring.runs import build_selfplay_policies, load_policy
 from sparring.settings_io import from_settings
@@ -165,9 +169,11 @@ def test_a_trl_reward_plugs_in(model: str) -> None:
         train_selfplay(small(model=model, answerer_reward="test_selfplay:nothing"))
 
 
-def test_tools_over_several_turns(model: str) -> None:
+@pytest.mark.parametrize("subagents", [0, 2])
+def test_tools_over_several_turns(model: str, subagents: int) -> None:
     report = train_selfplay(small(
         model=model, access="tools", max_steps=2, answerer_reward="test_selfplay:even_tokens", run="tools", rounds=1,
+        subagents=subagents,
     ))  # fmt: skip
     assert report.steps["shared"] > 0
 
@@ -189,14 +195,14 @@ def test_another_answerer_judges_and_leaves_no_trace(model: str) -> None:
     policy = build_selfplay_policies(small(model=model))["shared"]
     mine = policy.state()
     other = {name: tensor + 1.0 for name, tensor in mine.items()}
-    with selfplay._weights(policy, other):
+    with graph_match.weights_of(policy, other):
         assert all(torch.equal(tensor, other[name]) for name, tensor in policy.state().items())
     assert all(torch.equal(tensor, mine[name]) for name, tensor in policy.state().items())
 
 
 def test_hard_and_easy_tasks_wait_behind_the_learnable() -> None:
     config = small(anchor_share=0.0, answerer_tasks=3)
-    worlds = selfplay._worlds(config, 0)
+    worlds = graph_match.worlds_of(config, 0)
     rng = Random(0)
     from sparring.envs.graph.solver import random_tasks
 
@@ -205,11 +211,11 @@ def test_hard_and_easy_tasks_wait_behind_the_learnable() -> None:
         PoolTask(task=task, world=0, solved=solved, attempts=8)
         for task, solved in zip(tasks, (0, 8, 4, 3, 5, 0), strict=True)
     ]
-    chosen, missing = selfplay._choose(config, worlds, pool, plan(config)[2], 3)
+    chosen, missing = graph_match.choose(config, worlds, pool, plan(config)[2], 3)
     assert missing == 0 and {one.task.id for one in chosen} == {tasks[i].id for i in (2, 3, 4)}
-    few, missing = selfplay._choose(config, worlds, pool[:1], plan(config)[2], 3)
+    few, missing = graph_match.choose(config, worlds, pool[:1], plan(config)[2], 3)
     assert missing == 0 and len(few) == 3 and {one.task.id for one in few} == {tasks[0].id}
-    none, missing = selfplay._choose(config, worlds, [], plan(config)[2], 3)
+    none, missing = graph_match.choose(config, worlds, [], plan(config)[2], 3)
     assert missing == 3 and len(none) == 3
     assert len({one.task.query for one in none}) >= 1 and isinstance(none[0].task.query, Query)
 
@@ -218,7 +224,7 @@ def test_settings_that_contradict_each_other() -> None:
     for settings, said in (
         ({"max_hops": 7}, "max_hops"), ({"min_hops": 3, "max_hops": 2}, "max_hops"), ({"context_edges": 2}, "context_edges"),
         ({"judge_samples": 4}, "judge_samples"), ({"epochs": 2}, "clipped"), ({"anchor_share": 2.0}, "anchor_share"),
-        ({"answerer_reward": "nice"}, "answerer_reward"), ({"lora": {"rank": 4}}, "adapters"),
+        ({"answerer_reward": "nice"}, "answerer_reward"), ({"subagents": 1}, "access"), ({"lora": {"rank": 4}}, "adapters"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             small(**settings)
@@ -240,3 +246,32 @@ def test_the_classic_reward_reads_whole_replies() -> None:
         "[1]",
     ):
         assert 0.0 <= classic_reward(hostile, **ask) <= 1.5
+
+
+def test_the_run_ends_with_held_out_figures_and_eval_repeats_them(model: str) -> None:
+    report = train_selfplay(
+        small(model=model, answerer_reward="test_selfplay:even_tokens", run="figures", rounds=1, eval_tasks=30)
+    )
+    row = report.flat()
+    for name in ("accuracy_base", "accuracy_cloned", "accuracy_trained", "accuracy_second_edge", "valid_rate_start"):
+        assert row[f"{name}_low"] <= row[name] <= row[f"{name}_high"]
+    assert row["fallbacks"] == 4 and row["accuracy_solver"] == 1.0 and row["accuracy_second_edge"] < 0.5
+    assert row["valid_rate_end"] == 0.0 and "gain_over_solver" not in row
+    again = evaluate_run(EvalConfig(run="runs/figures", situations=30, quiet=True))
+    assert again.flat() == {name: row[name] for name in again.flat()}
+
+
+def test_held_out_graphs_are_none_of_training() -> None:
+    config = small(rounds=3)
+    seen = {
+        edge for number in range(3) for world in graph_match.worlds_of(config, number) for edge in world.graph.triples
+    }
+    items = graph_panel.held_out(config, 40)
+    assert [item.key for item in graph_panel.held_out(config, 40)] == [item.key for item in items]
+    assert {item.task.query.length for item in items} == {1, 2, 3}
+    # Numbers stand for other nodes in other graphs: single edges may look alike, whole graphs do not.
+    shared = [len(set(item.world.graph.triples) & seen) / len(item.world.graph.triples) for item in items]
+    assert max(shared) < 0.5
+    for item in items:
+        assert item.task.answer[0] not in item.task.question.split()
+        assert set(item.task.evidence) <= set(item.context)

@@ -18,7 +18,6 @@ from sparring.checkpoints import read_checkpoint
 from sparring.config import EvalConfig, SelfplayConfig
 from sparring.envs.contract import Figure
 from sparring.envs.graph.completion import read_answer_leniently
-from sparring.envs.graph.episode import Attempt
 from sparring.envs.graph.prompts import context_of, generator_prompt, packet_of
 from sparring.envs.graph.records import Task, Triple
 from sparring.envs.graph.scripted import BASELINES
@@ -28,8 +27,9 @@ from sparring.envs.graph.views import World
 from sparring.envs.graph.worlds import make_world
 from sparring.evaluation.cloning import clone
 from sparring.evaluation.statistics import Bootstrap, Estimate, flat
-from sparring.inference.ask import Asked, ask
+from sparring.inference.ask import Asked, Spoken, ask
 from sparring.inference.sampler import InProcessSampler
+from sparring.league.graph_match import new_attempt, play_out
 from sparring.policies.causal_lm import CausalLM
 from sparring.rundir import find_run
 from sparring.runs import build_selfplay_policies, find_checkpoint, restore_policies, selfplay_config
@@ -198,24 +198,17 @@ def held_out(config: SelfplayConfig, count: int) -> list[_Item]:
 def _played(
     config: SelfplayConfig, answerer: CausalLM, generator: CausalLM | None, items: Sequence[_Item], seed: int
 ) -> list[_Row]:
-    attempts = [
-        Attempt(
-            item.world, item.task, context=item.context, tools=config.access == "tools", full=config.full,
-            max_steps=config.max_steps,
-        )
-        for item in items
-    ]  # fmt: skip
-    sampler, last, turn = InProcessSampler(answerer), [""] * len(items), 0
-    while waiting := [index for index, attempt in enumerate(attempts) if not attempt.done]:
-        asked = []
-        for index in waiting:
-            system, user = attempts[index].prompt()
-            asked.append(Asked(system=system, user=user, key=(EVAL, seed, 0, index, turn)))
-        for index, spoken in zip(waiting, ask(sampler, asked, config.answerer_sampling), strict=True):
-            cut = spoken.reply is not None and spoken.reply.truncated
-            attempts[index].take("" if cut else spoken.text)
-            last[index] = spoken.text
-        turn += 1
+    attempts = [new_attempt(config, item.world, item.task, item.context) for item in items]
+    sampler = InProcessSampler(answerer)
+
+    def say(asked: Sequence[tuple[int, int, int, str, str]]) -> list[Spoken]:
+        prompts = [
+            Asked(system=system, user=user, key=(EVAL, seed, 0, number, turn, who))
+            for number, who, turn, system, user in asked
+        ]
+        return ask(sampler, prompts, config.answerer_sampling)
+
+    last = [spoken[-1].text for spoken in play_out(attempts, say)]
     valid: list[bool | None] = [None] * len(items)
     if generator is not None:
         asked = []

@@ -96,8 +96,7 @@ def learnability(solved: int, attempts: int) -> float:
     """
     if not 0 <= solved <= attempts or attempts < 1:
         raise ValueError(f"{solved} solved of {attempts} attempts")
-    p = solved / attempts
-    return 4.0 * p * (1.0 - p)
+    return 4.0 * solved * (attempts - solved) / attempts**2
 
 
 def similarity(one: Query, other: Query) -> float:

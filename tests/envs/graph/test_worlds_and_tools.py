@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graph_fixtures import graph, graphs, hop_lists, path
-from sparring.envs.graph.episode import Attempt, evidence_f1
+from sparring.envs.graph.episode import Attempt, TeamLimits, evidence_f1
 from sparring.envs.graph.graph import KnowledgeGraph
 from sparring.envs.graph.metaqa import read_graph, read_questions, task_of
 from sparring.envs.graph.prompts import answer_json, context_of
-from sparring.envs.graph.records import Hop, Query, Task, Triple
+from sparring.envs.graph.records import Hop, Query, Task, Telemetry, Triple
 from sparring.envs.graph.solver import (
     derivations,
     evidence,
@@ -34,7 +34,8 @@ from sparring.envs.graph.views import World, plain_views
 from sparring.envs.graph.worlds import make_world
 from sparring.errors import ConfigError, EnvError
 
-SMALL = {"users": 12, "posts": 6, "threads": 3, "events": 3, "ids": "numbered"}
+SMALL: dict[str, Any] = {}
+LARGE: dict[str, Any] = {"users": 40, "posts": 20, "threads": 8, "events": 4, "ids": "typed"}
 
 
 def walks(g: KnowledgeGraph, start: str, hops: Any) -> list[list[Triple]]:
@@ -72,7 +73,7 @@ def test_guess_chance_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["path", "set", "count", "intersection"])
 def test_tasks_of_every_kind_up_to_six_hops(kind: Any) -> None:
-    world = make_world("investigation", {}, split="train", seed=0, number=0)
+    world = make_world("investigation", LARGE, split="train", seed=0, number=0)
     tasks = random_tasks(world.graph, Random(1), 12, kinds=(kind,), hops=(1, 2, 3, 4, 5, 6), inverse=True)
     assert {task.query.length for task in tasks} >= {1, 2, 3, 4, 5, 6}
     for task in tasks:
@@ -88,21 +89,21 @@ def test_the_budget_counts_what_can_be_asked() -> None:
 
 
 def test_worlds_are_repeatable_and_splits_differ() -> None:
-    for settings_ in ({}, SMALL):
+    for settings_ in (LARGE, SMALL):
         one = make_world("investigation", settings_, split="train", seed=0, number=0)
         again = make_world("investigation", settings_, split="train", seed=0, number=0)
         other = make_world("investigation", settings_, split="test", seed=0, number=0)
         assert one.graph.triples == again.graph.triples != other.graph.triples
         assert one.views == again.views
     types = Counter(
-        node.type for node in make_world("investigation", {}, split="train", seed=0, number=0).graph.nodes.values()
+        node.type for node in make_world("investigation", LARGE, split="train", seed=0, number=0).graph.nodes.values()
     )
     assert set(types) == {"user", "alias", "org", "location", "post", "thread", "event"}
 
 
 def test_noise_is_in_the_views_and_not_in_the_graph() -> None:
-    clean = {"noise_level": 0.0, "alias_noise": 0.0, "red_herring_rate": 0.0}
-    loud = {"noise_level": 1.0, "alias_noise": 1.0, "red_herring_rate": 1.0}
+    clean = {**LARGE, "noise_level": 0.0, "alias_noise": 0.0, "red_herring_rate": 0.0}
+    loud = {**LARGE, "noise_level": 1.0, "alias_noise": 1.0, "red_herring_rate": 1.0}
     quiet, noisy = (make_world("investigation", s, split="train", seed=0, number=0) for s in (clean, loud))
     assert quiet.graph.triples == noisy.graph.triples
     assert all("Rumor" in post.text for post in noisy.views.posts.values())
@@ -116,7 +117,7 @@ def test_bad_settings_name_the_field() -> None:
     with pytest.raises(ConfigError, match=r"world_settings\.noise_level is 2"):
         make_world("investigation", {"noise_level": 2.0}, split="train", seed=0, number=0)
     with pytest.raises(ConfigError, match="at most 90"):
-        make_world("investigation", {"ids": "numbered"}, split="train", seed=0, number=0)
+        make_world("investigation", {"users": 90}, split="train", seed=0, number=0)
     with pytest.raises(ConfigError, match="did you mean 'geonames'"):
         make_world("geoname", {}, split="train", seed=0, number=0)
     with pytest.raises(ConfigError, match="root"):
@@ -176,7 +177,7 @@ def test_no_place_of_the_context_gives_the_answer_away() -> None:
 
 
 def test_distractors_leave_the_answer_alone() -> None:
-    world = make_world("investigation", {}, split="train", seed=3, number=0)
+    world = make_world("investigation", LARGE, split="train", seed=3, number=0)
     for task in random_tasks(world.graph, Random(0), 30, kinds=("path", "set", "count"), hops=(1, 2, 3)):
         context = context_of(world.graph, task, Random(task.id), edges=24)
         assert solve(KnowledgeGraph(context), task.query) == task.answer
@@ -202,7 +203,7 @@ def test_the_answer_is_in_no_observation(tools: bool) -> None:
     for name in (*TOOLS, "_index", "call", "__init__", None):
         if playing.done or not tools:
             break
-        playing.max_steps = 99
+        playing.agent.max_steps = 99
         playing.take(json.dumps({"tool_name": name, "args": {"query": "", "k": 99}}))
         texts.append("".join(playing.prompt()))
     assert not any("c_1" in text for text in texts)
@@ -220,6 +221,31 @@ def test_an_attempt_with_tools() -> None:
     silent.take("hm")
     silent.take("hm")
     assert silent.done and not silent.facts().parsed and not silent.facts().correct
+
+
+def test_sub_agents_really_run_and_are_measured() -> None:
+    g = graph(base=[Triple("a_1", "r", "b_1"), Triple("q", "s", "w")])
+    playing = Attempt(
+        World(name="w", graph=g, views=plain_views(g)), SECRET, context=(), tools=True, full=True, max_steps=5,
+        team=TeamLimits(agents=3, steps=2),
+    )  # fmt: skip
+    assert "spawn" in playing.prompt()[0] and playing.ready() == [0] and playing.facts().telemetry is None
+    playing.take('{"tool_name": "spawn", "args": {"questions": ["who is a_1?", "and q?"]}}')
+    assert playing.ready() == [1, 2] and "who is a_1?" in playing.prompt(1)[1] and "spawn" not in playing.prompt(1)[0]
+    playing.take('{"tool_name": "search_posts", "args": {"query": "a_1"}}', 1)
+    playing.take('{"answer": "w"}', 2)
+    assert playing.ready() == [1]
+    playing.take("hm", 1)  # out of turns without an answer
+    assert playing.ready() == [0] and "and q?\nw" in playing.prompt()[1] and "no answer" in playing.prompt()[1]
+    playing.take('{"tool_name": "spawn", "args": {"questions": ["x", "y", "z"]}}')
+    assert playing.ready() == [3]  # one was left
+    playing.take('{"tool_name": "spawn", "args": {"questions": ["deeper"]}}', 3)  # sub-agents spawn none
+    assert playing.ready() == [3] and len(playing.helpers) == 3
+    playing.take('{"answer": "b_1"}', 3)
+    playing.take('{"answer": "c_1", "orchestrator": {"spawn_count": 99}}')
+    facts = playing.facts()
+    assert playing.ready() == [] and facts.correct
+    assert facts.telemetry == Telemetry(spawned=3, finished=2, critical_steps=1 + 2 + 1 + 2 + 1, breadth=2, depth=1)
 
 
 def test_an_attempt_with_a_context_has_one_turn() -> None:
@@ -249,7 +275,7 @@ def test_twelve_lookups_have_schemas() -> None:
 
 
 def test_what_each_lookup_finds() -> None:
-    clean = {"noise_level": 0.0, "alias_noise": 0.0}
+    clean = {**LARGE, "noise_level": 0.0, "alias_noise": 0.0}
     views = make_world("investigation", clean, split="train", seed=0, number=0).views
     alias, owner = next(iter(views.owners.items()))
     desk = Desk(views=views, context=(Triple("a", "r", "b"),))

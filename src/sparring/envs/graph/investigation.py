@@ -23,18 +23,19 @@ NUMBERED = 90
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InvestigationSettings:
-    """How large and how noisy a world is.
+    """How large and how noisy a world is. The defaults are for the embedded model; the published one had 40 users and
+    typed ids.
 
     >>> InvestigationSettings().users
-    40
+    12
     """
 
-    users: int = 40
+    users: int = 12
     orgs: int = 3
     places: int = 4
-    posts: int = 20
-    threads: int = 8
-    events: int = 4
+    posts: int = 6
+    threads: int = 3
+    events: int = 3
     alias_density: float = 0.35
     """Chance that a user has an alias."""
     noise_level: float = 0.15
@@ -43,7 +44,7 @@ class InvestigationSettings:
     """Invented profiles a user."""
     alias_noise: float = 0.45
     """Chance that a post appears under a random alias."""
-    ids: Literal["typed", "numbered"] = "typed"
+    ids: Literal["typed", "numbered"] = "numbered"
     """``user_3``; or ``#47`` in an order that tells nothing, which small models copy as one token (at most 90 nodes)."""
 
     def __post_init__(self) -> None:
