@@ -17,6 +17,12 @@ from sparring.errors import ConfigError
 ORGS = ("Apex Dynamics", "Helios Labs", "Northbridge", "Quarry Works", "Tidewater", "Vantage Group")
 PLACES = ("Bengaluru", "Pune", "Hyderabad", "Delhi", "Kochi", "Mumbai", "Jaipur", "Surat")
 TOPICS = ("security", "startup", "ai", "infra")
+WORDS = {
+    "works_at": "market", "located_in": "island", "based_in": "desk", "connected_to": "bridge", "alias_of": "mirror",
+    "attended": "ticket", "held_in": "castle", "authored_post": "message", "references": "book", "mentions": "whistle",
+    "authored_thread": "request", "discusses": "needle",
+}  # fmt: skip
+"""Relations of the numbered style: words that are one token of the embedded model's, where ``authored_post`` is six."""
 NUMBERED = 90
 """Ids of the numbered style: #10 to #99."""
 
@@ -45,7 +51,8 @@ class InvestigationSettings:
     alias_noise: float = 0.45
     """Chance that a post appears under a random alias."""
     ids: Literal["typed", "numbered"] = "numbered"
-    """``user_3``; or ``#47`` in an order that tells nothing, which small models copy as one token (at most 90 nodes)."""
+    """``user_3 works_at org_1``; or ``#47 market #12``: numbers in an order that tells nothing, and words, which small models
+    copy as one token each (at most 90 nodes)."""
 
     def __post_init__(self) -> None:
         for name in ("users", "orgs", "places"):
@@ -104,9 +111,11 @@ def investigation(settings: InvestigationSettings, seed: str) -> World:
         edges.add(Triple(rng.choice(users), "authored_thread", f"thread_{i}"))
         edges.add(Triple(f"thread_{i}", "discusses", rng.choice(things)))
     graph = KnowledgeGraph(edges, nodes)
+    named = {relation: relation for relation in WORDS}
     if settings.ids == "numbered":
         graph, owners = _numbered(graph, owners, rng)
-    return World(name="investigation", graph=graph, views=_views(graph, owners, settings, rng))
+        named = WORDS
+    return World(name="investigation", graph=graph, views=_views(graph, owners, settings, rng, named))
 
 
 def _between(rng: Random, users: list[str], relation: str) -> tuple[str, str, str]:
@@ -123,13 +132,17 @@ def _numbered(graph: KnowledgeGraph, owners: dict[str, str], rng: Random) -> tup
     numbers = rng.sample(range(10, 100), len(graph.nodes))
     new = {old: f"#{number}" for old, number in zip(graph.nodes, numbers, strict=True)}
     nodes = [Node(id=new[node.id], type=node.type, name=node.name) for node in graph.nodes.values()]
-    edges = [Triple(new[edge.src], edge.rel, new[edge.dst]) for edge in graph.triples]
+    edges = [Triple(new[edge.src], WORDS[edge.rel], new[edge.dst]) for edge in graph.triples]
     return KnowledgeGraph(edges, nodes), {new[alias]: new[user] for alias, user in owners.items()}
 
 
-def _views(graph: KnowledgeGraph, owners: dict[str, str], settings: InvestigationSettings, rng: Random) -> Views:
+def _views(
+    graph: KnowledgeGraph, owners: dict[str, str], settings: InvestigationSettings, rng: Random, named: dict[str, str]
+) -> Views:
+    """``named``: what the graph calls each relation."""
+
     def one(node: str, relation: str) -> str:
-        return next((edge.dst for edge in graph.out_edges(node) if edge.rel == relation), "")
+        return next((edge.dst for edge in graph.out_edges(node) if edge.rel == named[relation]), "")
 
     def name(node: str) -> str:
         return graph.nodes[node].name or node if node else ""
@@ -152,12 +165,12 @@ def _views(graph: KnowledgeGraph, owners: dict[str, str], settings: Investigatio
         org, place = one(user, "works_at"), one(user, "located_in")
         post(f"note_{i}", user, f"{name(user)} of {name(org)} is in {name(place)}", (user, org, place), 1000 + i)
     for i, node in enumerate(of_type["post"]):
-        writer = next(edge.src for edge in graph.in_edges(node) if edge.rel == "authored_post")
+        writer = next(edge.src for edge in graph.in_edges(node) if edge.rel == named["authored_post"])
         about = tuple(edge.dst for edge in graph.out_edges(node))
         post(node, writer, f"On {', '.join(f'{name(other)} ({other})' for other in about)}", about, 5000 + i)
     threads = {}
     for node in of_type["thread"]:
-        writer = next(edge.src for edge in graph.in_edges(node) if edge.rel == "authored_thread")
+        writer = next(edge.src for edge in graph.in_edges(node) if edge.rel == named["authored_thread"])
         about = tuple(edge.dst for edge in graph.out_edges(node))
         threads[node] = Thread(
             thread_id=node, title=f"About {', '.join(map(name, about))}", topic=rng.choice(TOPICS), author=writer,
@@ -167,7 +180,7 @@ def _views(graph: KnowledgeGraph, owners: dict[str, str], settings: Investigatio
         user: Profile(
             user_id=user, name=name(user), org=one(user, "works_at"), location=one(user, "located_in"),
             alias_ids=tuple(alias for alias in aliases if owners[alias] == user),
-            connections=tuple(edge.dst for edge in graph.out_edges(user) if edge.rel == "connected_to")[:5],
+            connections=tuple(edge.dst for edge in graph.out_edges(user) if edge.rel == named["connected_to"])[:5],
         )
         for user in of_type["user"]
     }  # fmt: skip

@@ -32,10 +32,11 @@ def context_of(
 ) -> tuple[Triple, ...]:
     """What an answerer is shown: all of the evidence among distractors, in an order that tells nothing.
 
-    Half of the distractors continue from nodes or use relations of the evidence, so that neither a node nor a relation
-    alone gives the answer away; and no place in the list is likelier than another. ``also`` are edges that are shown in
-    any case (of a canonical graph that the generator drew).
+    Up to half of the distractors end as the evidence does (its last relation), and half of the rest continue from its nodes
+    or use its relations, so that neither a node nor a relation alone gives the answer away; and no place in the list is
+    likelier than another. ``also`` are edges that are shown in any case (of a canonical graph that the generator drew).
     """
+    last = task.evidence[-1].rel
     evidence = frozenset(task.evidence)
     ends = {end for edge in evidence for end in (edge.src, edge.dst)}
     relations = {edge.rel for edge in evidence}
@@ -43,7 +44,10 @@ def context_of(
     others = [edge for edge in graph.triples if edge not in evidence]
     near = [edge for edge in others if edge.rel in relations or edge.src in ends]
     room = max(0, edges - len(evidence))
-    chosen = set(rng.sample(near, min(len(near), -(-room // 2))))
+    alike = [edge for edge in others if edge.rel == last]
+    chosen = set(rng.sample(alike, min(len(alike), -(-room // 2))))
+    near = [edge for edge in near if edge not in chosen]
+    chosen |= set(rng.sample(near, min(len(near), (room - len(chosen)) // 2)))
     rest = [edge for edge in others if edge not in chosen]
     chosen |= set(rng.sample(rest, min(len(rest), room - len(chosen))))
     shown = sorted(evidence | chosen)
