@@ -304,16 +304,22 @@ def choose(
     wanted = config.answerer_tasks - anchors
     rng.shuffle(fresh)
     fresh.sort(key=lambda p: not 0 < p.solved < p.attempts)  # stable: the shuffle decides among equals
-    best = fresh[: max(wanted, len(fresh) // 2)]
-    chosen = rng.sample(best, wanted) if len(best) >= wanted else best
+    lengths = range(config.min_hops, config.max_hops + 1)
+    by_length = {length: [p for p in fresh if p.task.query.length == length] for length in lengths}
+    chosen: list[PoolTask] = []
+    # Every hop count in turn, as often as it has tasks: a generator that sets short tasks only must not teach short answers.
+    while len(chosen) < wanted and any(by_length.values()):
+        chosen += [tasks.pop(0) for tasks in by_length.values() if tasks][: wanted - len(chosen)]
     missing = wanted - len(chosen)
     if chosen and missing:  # few, but real: asked again with another context
         chosen, missing = [*chosen, *rng.choices(chosen, k=missing)], 0
     posed = [Posed(task=p.task, world=world_of(config, p.world), own_edges=p.own_edges) for p in chosen]
-    hops = tuple(range(config.min_hops, config.max_hops + 1))
+    counts = Counter(dict.fromkeys(lengths, 0))
+    counts.update(one.task.query.length for one in posed)
     for number in range(anchors + missing):
         world = worlds[number % len(worlds)]
-        length = hops[(number + tick) % len(hops)]
+        length = min(lengths, key=lambda hops: (counts[hops], (hops + tick) % len(lengths)))  # what is rare so far
+        counts[length] += 1
         made = random_tasks(world.graph, rng, 1, hops=(length,), full=config.full, prefix=f"anchor_{tick}_{number}")
         posed += [Posed(task=task, world=world) for task in made]
     return posed, 0 if at.phase == "answerer_pre" else missing
