@@ -16,27 +16,31 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IndependentConfig",
+    "SelfplayConfig",
     "SharedConfig",
     "__version__",
     "check_env",
     "evaluate",
     "load_policy",
     "train_independent",
+    "train_selfplay",
     "train_shared",
     "warmup",
 ]
 
 if TYPE_CHECKING:
-    from sparring.api import check_env, evaluate, load_policy, train_independent, train_shared, warmup
-    from sparring.config import IndependentConfig, SharedConfig
+    from sparring.api import check_env, evaluate, load_policy, train_independent, train_selfplay, train_shared, warmup
+    from sparring.config import IndependentConfig, SelfplayConfig, SharedConfig
 
 _HOMES = {
     "IndependentConfig": "sparring.config",
+    "SelfplayConfig": "sparring.config",
     "SharedConfig": "sparring.config",
     "check_env": "sparring.api",
     "evaluate": "sparring.api",
     "load_policy": "sparring.api",
     "train_independent": "sparring.api",
+    "train_selfplay": "sparring.api",
     "train_shared": "sparring.api",
     "warmup": "sparring.api",
 }

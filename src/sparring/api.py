@@ -18,6 +18,7 @@ from sparring.config import (
     CheckEnvConfig,
     EvalConfig,
     IndependentConfig,
+    SelfplayConfig,
     SharedConfig,
     WarmupConfig,
     from_settings,
@@ -41,8 +42,31 @@ def train_shared(config: SharedConfig | None = None, *, resume: str | Path | Non
     Raises:
         SparringError: See ``sparring.errors``; the message says what to change.
     """
-    chosen, path = _begun(SharedConfig, config, resume, settings)
-    return call("sparring.loops.shared:train_shared", chosen, resume=path)
+    return _train(SharedConfig, "sparring.loops.shared:train_shared", config, resume, settings)
+
+
+def train_selfplay(config: SelfplayConfig | None = None, *, resume: str | Path | None = None, **settings: Any) -> Any:
+    """Self-play on knowledge graphs: a generator sets tasks, an answerer solves them. Arguments as of ``train_shared``.
+
+    Returns:
+        The run's report.
+    """
+    return _train(SelfplayConfig, "sparring.loops.selfplay:train_selfplay", config, resume, settings)
+
+
+def _train(
+    cls: type[C], function: str, config: C | None, resume: str | Path | None, settings: Mapping[str, Any]
+) -> Any:
+    path: Path | None = None
+    if resume is not None:
+        from sparring.config import load_config
+        from sparring.rundir import find_run
+
+        if config is not None:
+            raise ConfigError("resume goes on with the run's own configuration: leave config out")
+        path = find_run(resume)
+        config = load_config(cls, toml=path / "config.toml")
+    return call(function, configured(cls, config, settings), resume=path)
 
 
 def train_independent(
@@ -52,8 +76,7 @@ def train_independent(
 
     Arguments, result and errors are those of :func:`train_shared`.
     """
-    chosen, path = _begun(IndependentConfig, config, resume, settings)
-    return call("sparring.loops.independent:train_independent", chosen, resume=path)
+    return _train(IndependentConfig, "sparring.loops.independent:train_independent", config, resume, settings)
 
 
 def warmup(config: WarmupConfig | None = None, **settings: Any) -> Any:
@@ -116,21 +139,6 @@ def configured(cls: type[C], config: C | None, settings: Mapping[str, Any]) -> C
     if config is not None and not isinstance(config, cls):
         raise ConfigError(f"config: expected a {cls.__name__}, got {type(config).__name__}")
     return from_settings(cls, {name: _named(name, value) for name, value in settings.items()}, config)
-
-
-def _begun(
-    cls: type[C], config: C | None, resume: str | Path | None, settings: Mapping[str, Any]
-) -> tuple[C, Path | None]:
-    """The configuration of a run, and the run that it continues."""
-    if resume is None:
-        return configured(cls, config, settings), None
-    from sparring.config import load_config
-    from sparring.rundir import find_run
-
-    if config is not None:
-        raise ConfigError("resume goes on with the run's own configuration: leave config out")
-    path = find_run(resume)
-    return configured(cls, load_config(cls, toml=path / "config.toml"), settings), path
 
 
 def call(place: str, *arguments: Any, **keywords: Any) -> Any:

@@ -58,16 +58,18 @@ class Command:
 # What the commands do
 
 
-def _train(command: str, loop: str, arguments: list[str]) -> Any:
+def _train(command: str, function: str, arguments: list[str]) -> Any:
+    """A loop on a new run, or on one that is continued with its own configuration."""
     from sparring import api
 
     rest, resume = _taken(arguments, "--resume")
     if resume is None:
-        return api.call(loop, COMMANDS[command].load(rest), resume=None)
+        return api.call(function, COMMANDS[command].load(rest), resume=None)
     from sparring.rundir import find_run
 
     run = find_run(resume)
-    return api.call(loop, COMMANDS[command].load(rest, toml=run / "config.toml"), resume=run)
+    config = COMMANDS[command].load(rest, toml=run / "config.toml")
+    return api.call(function, config, resume=run)
 
 
 def _train_shared(arguments: list[str]) -> Any:
@@ -76,6 +78,10 @@ def _train_shared(arguments: list[str]) -> Any:
 
 def _train_independent(arguments: list[str]) -> Any:
     return _train("train independent", "sparring.loops.independent:train_independent", arguments)
+
+
+def _train_selfplay(arguments: list[str]) -> Any:
+    return _train("train selfplay", "sparring.loops.selfplay:train_selfplay", arguments)
 
 
 def _warmup(arguments: list[str]) -> Any:
@@ -194,6 +200,22 @@ _ALL = (
             "sparring train independent --env pettingzoo:mpe2.simple_spread_v3 --algorithm mappo --share spaces",
             "sparring train independent --env my_module:MyEnv --copies 16 --net.hidden 128,128",
             "sparring train independent --resume pole --steps 200000",
+        ),
+        more=(
+            ("--config FILE", "TOML with any of the settings below; options here win over it."),
+            ("--resume RUN", "Continue a run from its newest checkpoint, with its own configuration."),
+        ),
+    ),
+    Command(
+        words=("train", "selfplay"),
+        summary="A generator sets tasks on knowledge graphs, an answerer solves them, and both learn.",
+        config="SelfplayConfig",
+        run=_train_selfplay,
+        examples=(
+            "sparring train selfplay --model models/graph --run first",
+            "sparring train selfplay --dry-run --rounds 1",
+            "sparring train selfplay --world geonames --model models/geo --full --rounds 1 --context-edges 12",
+            "sparring train selfplay --resume first --rounds 8",
         ),
         more=(
             ("--config FILE", "TOML with any of the settings below; options here win over it."),

@@ -47,6 +47,7 @@ __all__ = [
     "Option",
     "PlayConfig",
     "Scalar",
+    "SelfplayConfig",
     "SharedConfig",
     "WarmupConfig",
     "changed_settings",
@@ -295,6 +296,132 @@ class IndependentConfig:
             raise ConfigError("critic is 'state', but only algorithm = 'mappo' has a critic that sees more: set it")
         if self.overlap and self.ppo.max_version_lag < 1:
             raise ConfigError("overlap is true, so data are one update old: set ppo.max_version_lag to 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelfplayConfig:
+    """``sparring train selfplay``: a generator sets tasks on knowledge graphs, an answerer solves them, both learn.
+
+    >>> SelfplayConfig(rounds=2).judge_samples
+    8
+    """
+
+    model: str = "tiny"
+    """Registered name (`sparring models list`), directory, or Hugging Face name."""
+    topology: Literal["shared", "dual"] = "shared"
+    """One policy for both roles, or one for each."""
+    adapters: Literal["none", "lora"] = "none"
+    """Train all weights, or a LoRA adapter for each policy."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    world: str = "investigation"
+    """investigation, geonames, or metaqa (with world_settings.root)."""
+    world_settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """The world's own settings, which it checks itself."""
+    worlds: int = 4
+    """Fresh graphs of each round."""
+    full: bool = False
+    """Prompts with whole instructions, and questions as sentences, for models that were not warmed up on the brief form."""
+    access: Literal["context", "tools"] = "context"
+    """How the answerer reaches the graph: a shuffled list of edges, or tools over several turns."""
+    max_steps: int = 8
+    """Turns of an attempt with tools."""
+    subagents: int = 0
+    """Sub-agents that an attempt with tools may spawn; they look things up at the same time, and are not trained."""
+    subagent_steps: int = 4
+    """Turns of each sub-agent."""
+    context_edges: int = 8
+    """Edges that a prompt shows, evidence and distractors together."""
+    min_hops: int = 1
+    """Shortest path that the generator is asked for."""
+    max_hops: int = 3
+    """Longest path, at most 6."""
+    seed: int = 0
+    """One seed is one run, on one machine type and thread count."""
+    rounds: int = 4
+    """Generator and answerer learn in turns; each round has fresh graphs."""
+    schedule: Literal["generator_answerer", "answerer_generator_answerer"] = "generator_answerer"
+    """Phases of a round."""
+    canonical_graph: Literal["fixed", "generate"] = "fixed"
+    """Whether a task's context is drawn by us, or from the (verified) canonical graph of the completion."""
+    generator_steps: int = 4
+    """Learner steps of a generator phase, each on a batch of its own."""
+    generator_prompts: int = 8
+    generator_samples: int = 4
+    """Completions of each prompt: the group that advantages are relative to."""
+    judge_samples: int = 8
+    """Attempts of the answerer at each new task, which make its solve rate."""
+    answerer_steps: int = 8
+    """Learner steps of an answerer phase, each on a batch of its own."""
+    answerer_tasks: int = 8
+    answerer_samples: int = 8
+    """Attempts at each task: the group that advantages are relative to."""
+    anchor_share: float = 0.25
+    """Share of the answerer's tasks that always come from the script, so that the mix never drifts off alone."""
+    opponents: int = 2
+    """Answerers of past rounds that are kept, and judge new tasks beside the present one."""
+    epochs: int = 1
+    """Learner steps on each batch; more than one wants loss.kind = "clipped"."""
+    answerer_reward: str = "outcome"
+    """outcome, classic (the published version's), or package.module:function with the signature of a TRL reward."""
+    generator_sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(max_new_tokens=128))
+    answerer_sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(max_new_tokens=80))
+    advantages: AdvantageSettings = field(default_factory=lambda: AdvantageSettings(kind="group", scale="none"))
+    gate: GateSettings = field(default_factory=lambda: GateSettings(mode="off"))
+    loss: LossSettings = field(default_factory=LossSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    eval_tasks: int = 200
+    """Held-out tasks that base, cloned and trained answer at the end; 0 leaves the evaluation out."""
+    dry_run: bool = False
+    """Scripted players in place of a model: the real parser, validator and rewards, and no learning."""
+    device: Device = "cpu"
+    """Where the model runs."""
+    threads: int | None = None
+    """CPU threads of the computation; none leaves it to PyTorch."""
+    run: str | None = None
+    """Name of the run's directory under runs/; none makes one from the date."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in (
+            "worlds", "max_steps", "context_edges", "min_hops", "rounds", "generator_steps", "generator_prompts",
+            "answerer_steps", "answerer_tasks", "epochs",
+        ):  # fmt: skip
+            _at_least(name, getattr(self, name), 1)
+        for name in ("generator_samples", "answerer_samples"):
+            _at_least(name, getattr(self, name), 2)
+        _at_least("judge_samples", self.judge_samples, 8)
+        _at_least("opponents", self.opponents, 0)
+        _at_least("subagents", self.subagents, 0)
+        _at_least("subagent_steps", self.subagent_steps, 1)
+        if self.subagents and self.access != "tools":
+            raise ConfigError(
+                f"subagents is {self.subagents}: only an answerer with tools has any; write access = 'tools'"
+            )
+        _at_least("eval_tasks", self.eval_tasks, 0)
+        _common(self.seed, self.threads, self.run)
+        _sampling(self.generator_sampling)
+        _sampling(self.answerer_sampling)
+        if not self.min_hops <= self.max_hops <= 6:
+            raise ConfigError(f"max_hops is {self.max_hops}: give at least min_hops = {self.min_hops} and at most 6")
+        if self.context_edges < self.max_hops:
+            raise ConfigError(
+                f"context_edges is {self.context_edges}: give at least max_hops = {self.max_hops}, or the evidence does "
+                "not fit"
+            )
+        if not 0.0 <= self.anchor_share <= 1.0:
+            raise ConfigError(f"anchor_share is {self.anchor_share!r}: give a share from 0 to 1")
+        if self.adapters == "none" and self.lora != LoraSettings():
+            raise ConfigError("lora is set, but adapters is 'none': write adapters = 'lora'")
+        if self.epochs > 1 and self.loss.kind != "clipped":
+            raise ConfigError(f"epochs is {self.epochs}: more than one step on a batch wants loss.kind = 'clipped'")
+        if self.answerer_reward not in ("outcome", "classic") and ":" not in self.answerer_reward:
+            raise ConfigError(
+                f"answerer_reward is {self.answerer_reward!r}: outcome, classic, or package.module:function"
+            )
+        check_gate_and_loss(self.gate, self.loss)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sparring.config import CheckpointSettings, DemoConfig, EvalConfig, SharedConfig
-from sparring.evaluation.evaluate import EvalReport, evaluate_run
+from sparring.evaluation.evaluate import EvalReport, evaluate_shared
 from sparring.learning.settings import OptimizerSettings
 from sparring.loops.shared import SharedReport, train_shared
 
@@ -59,7 +59,7 @@ def demo(config: DemoConfig) -> DemoReport:
     training = train_shared(
         replace(chosen, seed=config.seed, run=config.run, threads=config.threads, quiet=config.quiet)
     )
-    evaluation = evaluate_run(EvalConfig(
+    evaluation = evaluate_shared(EvalConfig(
         run=training.run, situations=480 if config.full else 400, seed=1000 + config.seed, threads=config.threads,
         quiet=config.quiet,
     ))  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparring import models
 from sparring.checkpoints import Checkpoint, latest, read_checkpoint
-from sparring.config import LoraSettings, SharedConfig, load_config
+from sparring.config import LoraSettings, SelfplayConfig, SharedConfig, load_config
 from sparring.errors import CheckpointError, ConfigError, nearest
 from sparring.rundir import RUNS, find_run
 
@@ -46,6 +46,21 @@ def build_policies(config: SharedConfig, teams: Sequence[str], **other: Any) -> 
     return {name: base.adapter(name) for name in names}
 
 
+def build_selfplay_policies(config: SelfplayConfig, **other: Any) -> dict[str, CausalLM]:
+    """The policies of a self-play run at their start: ``shared``, or ``generator`` and ``answerer``."""
+    names = ["generator", "answerer"] if config.topology == "dual" else [SHARED]
+    options: dict[str, Any] = {
+        "device": config.device, "seed": config.seed, "micro_batch_tokens": config.loss.micro_batch_tokens, **other,
+    }  # fmt: skip
+    if config.adapters == "none":
+        return {name: models.load(config.model, name=name, **options) for name in names}
+    lora = lora_settings(config.lora)
+    if config.topology == "shared":
+        return {SHARED: models.load(config.model, name=SHARED, lora=lora, **options)}
+    base = models.load(config.model, name="base", lora=lora, adapters=names, **options)
+    return {name: base.adapter(name) for name in names}
+
+
 def lora_settings(lora: LoraSettings) -> Any:
     """The settings of a configuration as the policies room takes them."""
     from sparring.policies.causal_lm import LoraSettings as PolicyLora
@@ -70,6 +85,21 @@ def restore_policies(policies: Mapping[str, CausalLM], checkpoint: Checkpoint) -
 def is_run(name: str | Path) -> bool:
     """Whether this is a run's directory, or the name of one under ``runs/``."""
     return any((place / "config.toml").is_file() for place in (Path(name), RUNS / name))
+
+
+def is_selfplay(run: Path) -> bool:
+    """Whether a run is one of self-play, by the settings that only such a run has."""
+    import tomllib
+
+    try:
+        return "judge_samples" in tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{run / 'config.toml'} cannot be read: {error}") from error
+
+
+def selfplay_config(run: Path) -> SelfplayConfig:
+    """The configuration a self-play run was started with."""
+    return load_config(SelfplayConfig, toml=run / "config.toml", overrides=())
 
 
 def run_config(run: Path) -> SharedConfig:
@@ -108,7 +138,6 @@ def load_policy(name: str | Path, /, *, policy: str | None = None, step: int | N
     if not is_run(name):
         return models.load(str(name), **options)
     run = find_run(name)
-    config = run_config(run)
     checkpoint = read_checkpoint(find_checkpoint(run, step))
     saved = [
         file.removeprefix("policy-").removesuffix(".safetensors")
@@ -120,7 +149,11 @@ def load_policy(name: str | Path, /, *, policy: str | None = None, step: int | N
         raise ConfigError(
             f"policy: {run} has the policies {', '.join(sorted(saved))}; name one{nearest(str(policy), saved)}"
         )
-    built = build_policies(config, [wanted] if config.adapters == "per_team" else [SHARED], **options)
+    if is_selfplay(run):
+        built = build_selfplay_policies(selfplay_config(run), **options)
+    else:
+        config = run_config(run)
+        built = build_policies(config, [wanted] if config.adapters == "per_team" else [SHARED], **options)
     restore_policies({wanted: built[wanted]}, checkpoint)
     return built[wanted]
 

@@ -17,11 +17,20 @@ from sparring.envs.contract import Env, Figure, Situation, Suite
 from sparring.envs.load import load_env
 from sparring.errors import ConfigError
 from sparring.evaluation.cloning import CloningReport, clone
+from sparring.evaluation.graph_panel import GraphEval, evaluate_selfplay
 from sparring.evaluation.panel import answer_attacks, play_bot, play_policy, write_attacks
 from sparring.evaluation.statistics import Bootstrap, Estimate
 from sparring.policies.causal_lm import CausalLM
 from sparring.rundir import find_run
-from sparring.runs import build_policies, find_checkpoint, load_policy, policy_name, restore_policies, run_config
+from sparring.runs import (
+    build_policies,
+    find_checkpoint,
+    is_selfplay,
+    load_policy,
+    policy_name,
+    restore_policies,
+    run_config,
+)
 
 MODELS = ("start", "cloned", "trained")
 DEFENDERS = ("start", "trained")
@@ -101,7 +110,18 @@ def suite_of(env: Env) -> Suite:
     return found
 
 
-def evaluate_run(config: EvalConfig) -> EvalReport:
+def evaluate_run(config: EvalConfig) -> EvalReport | GraphEval:
+    """Measures a run of any loop.
+
+    Raises:
+        ConfigError, CheckpointError: No such run, checkpoint or suite.
+    """
+    if is_selfplay(find_run(config.run)):
+        return evaluate_selfplay(config)
+    return evaluate_shared(config)
+
+
+def evaluate_shared(config: EvalConfig) -> EvalReport:
     """Measures a run: its start, its trained policies, filtered cloning of its replies, and every bot.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Who meets whom: tasks, opponents of the past, and who judges."""
