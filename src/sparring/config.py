@@ -368,7 +368,7 @@ class SelfplayConfig:
     advantages: AdvantageSettings = field(default_factory=lambda: AdvantageSettings(kind="group", scale="none"))
     gate: GateSettings = field(default_factory=lambda: GateSettings(mode="off"))
     loss: LossSettings = field(default_factory=LossSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(learning_rate=1e-4))
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     eval_tasks: int = 200
     """Held-out tasks that base, cloned and trained answer at the end; 0 leaves the evaluation out."""
