@@ -111,7 +111,7 @@ class HeldLayer(DynamicLayer):
 def held_cache(cache: Any, hold: Callable[[Tensor, Tensor], HeldColumns]) -> Any:
     """The same cache, in which ``hold`` has taken over the layers that see their whole past; others stay as they are."""
     for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
             cache.layers[number] = HeldLayer(hold(layer.keys, layer.values))
     return cache
 
