@@ -217,6 +217,8 @@ class Codec:
 
     def decode_turned(self, records: Tensor) -> Tensor:
         """Records (..., record) to vectors in the space of the codes, fp32 (..., d)."""
+        if not records.numel():
+            return records.new_zeros((*records.shape[:-1], self.parts[-1].stop), dtype=torch.float32)
         at = self.parts[-1].offset + self.parts[-1].packed
         found = []
         for number, part in enumerate(self.parts):
