@@ -25,6 +25,7 @@ from sparring.config import (
     ExportConfig,
     IndependentConfig,
     PlayConfig,
+    SelfplayConfig,
     SharedConfig,
     WarmupConfig,
     to_toml,
@@ -129,8 +130,11 @@ def test_examples_in_the_help_are_right(
     (run / "config.toml").write_text(to_toml(SharedConfig()))
     (tmp_path / "runs" / "pole").mkdir()
     (tmp_path / "runs" / "pole" / "config.toml").write_text(to_toml(IndependentConfig()))
+    (tmp_path / "runs" / "duel").mkdir()
+    (tmp_path / "runs" / "duel" / "config.toml").write_text(to_toml(SelfplayConfig()))
     for place in (
         *("sparring.loops.independent:train_independent", "sparring.runs:export_onnx"),
+        "sparring.loops.selfplay:train_selfplay",
         *("sparring.loops.shared:train_shared", "sparring.loops.warmup:warmup", "sparring.demo:demo"),
         *("sparring.evaluation.evaluate:evaluate_run", "sparring.evaluation.play:play", "sparring.runs:load_policy"),
         *("sparring.models:export", "sparring.models:add_smollm2", "sparring.envs.load:load_env"),

@@ -212,10 +212,10 @@ _ALL = (
         config="SelfplayConfig",
         run=_train_selfplay,
         examples=(
-            "sparring train selfplay --model models/graph --run first",
+            "sparring train selfplay --model models/graph --run duel",
             "sparring train selfplay --dry-run --rounds 1",
             "sparring train selfplay --world geonames --model models/geo --full --rounds 1 --context-edges 12",
-            "sparring train selfplay --resume first --rounds 8",
+            "sparring train selfplay --resume duel --rounds 8",
         ),
         more=(
             ("--config FILE", "TOML with any of the settings below; options here win over it."),
