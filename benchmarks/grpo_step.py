@@ -44,7 +44,8 @@ class Ours:
     """A step of ours, with the seconds of its parts."""
 
     def __init__(self, model: str, prompt: int, new: int, group: int) -> None:
-        self.policy = models.load(model, name="shared", micro_batch_tokens=1 << 20)
+        self.budget = group * (prompt + new)  # the whole group in one micro-batch
+        self.policy = models.load(model, name="shared", micro_batch_tokens=self.budget)
         self.policy.chat.end_ids = frozenset()  # every reply as long as it may be
         self.sampler = InProcessSampler(self.policy)
         settings = OptimizerSettings(learning_rate=1e-6)
@@ -76,7 +77,7 @@ class Ours:
             for i, (reply, a) in enumerate(zip(replies, advantages, strict=True))
         ]
         report = learner_step(
-            self.policy, batch, LossSettings(micro_batch_tokens=1 << 20), self.optimizer,
+            self.policy, batch, LossSettings(micro_batch_tokens=self.budget), self.optimizer,
             bad_batch_dir=Path(tempfile.gettempdir()),
         )  # fmt: skip
         assert report.skipped is None and report.graded_tokens == self.group * self.sampling.max_new_tokens
