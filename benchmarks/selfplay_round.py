@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=300, help="tokens of each prompt")
     parser.add_argument("--generator-new", type=int, default=128)
     parser.add_argument("--answerer-new", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only-ours", action="store_true", help="without TRL")
     write(measure(parser.parse_args()))

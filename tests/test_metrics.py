@@ -360,7 +360,7 @@ def test_a_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def session(**changes: object) -> Session:
-    now = Session.now(argv=("sparring", "train"), device="cpu", threads=2, dtype="float32")
+    now = Session.now(device="cpu", threads=2)
     return replace(now, **changes)  # type: ignore[arg-type]
 
 
@@ -374,7 +374,7 @@ def test_a_run_is_made_once_and_says_how_to_repeat_it(tmp_path: Path) -> None:
         manifest = read_run_manifest(run.path)
         assert (manifest.name, manifest.seed, len(manifest.sessions)) == ("a", 3, 1)
         (first,) = manifest.sessions
-        assert first.argv == ("sparring", "train") and first.threads == 2 and first.dtype == "float32"
+        assert first.argv == tuple(sys.argv) and first.threads == 2 and first.dtype == "float32"
         assert {"python", "sparring", "torch", "numpy"} <= set(first.versions) and first.machine
         assert run.write_report({"ticks": 3, "loss": math.nan}).read_bytes() == b'{\n "ticks": 3,\n "loss": null\n}\n'
     with pytest.raises(ConfigError, match=r"run 'a' exists in .*--resume a"):
@@ -393,7 +393,7 @@ def test_one_process_writes_a_run_and_a_kill_lets_go(tmp_path: Path) -> None:
     made(tmp_path).close()
     code = (
         "import sys, time; from pathlib import Path; from sparring.rundir import RunDirectory, Session\n"
-        "s = Session.now(argv=(), device='cpu', threads=1, dtype='float32')\n"
+        "s = Session.now(device='cpu', threads=1)\n"
         "run = RunDirectory.open(Path(sys.argv[1]), session=s); print('locked', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(

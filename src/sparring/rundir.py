@@ -23,7 +23,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ _PACKAGES = ("sparring", "torch", "transformers", "peft", "safetensors", "tokeni
 class Session:
     """One start or resume of a run, and the circumstances that its numbers depend on.
 
-    >>> Session.now(argv=("sparring", "demo"), device="cpu", threads=2, dtype="float32").threads
+    >>> Session.now(device="cpu", threads=2).threads
     2
     """
 
@@ -64,7 +64,7 @@ class Session:
     dtype: str
 
     @classmethod
-    def now(cls, *, argv: Sequence[str], device: str, threads: int, dtype: str) -> Session:
+    def now(cls, *, device: str, threads: int) -> Session:
         """The circumstances of this process."""
         versions = {"python": platform.python_version()}
         for package in _PACKAGES:
@@ -74,14 +74,14 @@ class Session:
                 continue
         return cls(
             started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            argv=tuple(argv),
+            argv=tuple(sys.argv),
             revision=code_revision(),
             versions=versions,
             machine=f"{platform.machine()} {platform.system()} {_processor()}".strip(),
             cpus=os.cpu_count() or 1,
             device=device,
             threads=threads,
-            dtype=dtype,
+            dtype="float32" if device == "cpu" else "float32 weights, bfloat16 autocast",
         )
 
     def differences(self, other: Session) -> tuple[str, ...]:
@@ -341,11 +341,6 @@ def _write_manifest(path: Path, manifest: RunManifest) -> None:
         write_atomic(path / "manifest.json", msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
     except FileError as error:
         raise ConfigError(str(error)) from error
-
-
-def this_command() -> tuple[str, ...]:
-    """The command line of this process, for :meth:`Session.now`."""
-    return tuple(sys.argv)
 
 
 @contextmanager

@@ -240,6 +240,23 @@ def test_an_endpoint_that_fails_in_the_middle_loses_nothing(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.parametrize(("settings", "rate"), [({}, 4e-4), ({"optimizer": {"learning_rate": 0.02}}, 0.02)])
+def test_a_small_model_learns_at_its_own_rate_and_the_run_says_so(
+    settings: dict[str, Any], rate: float, model: str
+) -> None:
+    report = train_shared(small(model, ticks=1, **({"optimizer": {}} | settings)))
+    assert run_config(find_run(report.run)).optimizer.learning_rate == rate
+
+
+@pytest.mark.parametrize(("adapters", "rate"), [("none", 1e-5), ("shared", 1e-4), ("per_team", 1e-4)])
+def test_a_large_model_learns_more_slowly(
+    adapters: str, rate: float, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "SMALL_MODEL", 1)
+    report = train_shared(small(model, ticks=1, adapters=adapters, optimizer={}))
+    assert run_config(find_run(report.run)).optimizer.learning_rate == rate
+
+
 # Errors: one line, exit code 2, nothing half written
 
 TRAIN = ("train", "shared", "--ticks", "2", "--worlds", "1", "--quiet", "true")

@@ -15,7 +15,7 @@ import torch
 from loop_toys import assert_same_run, random_model
 from sparring.config import EvalConfig, SelfplayConfig
 from sparring.envs.graph.records import Query
-from sparring.errors import ConfigError
+from sparring.errors import CheckpointError, ConfigError
 from sparring.evaluation import graph_panel
 from sparring.evaluation.evaluate import evaluate_run
 from sparring.league import graph_match
@@ -144,13 +144,23 @@ def test_resume_in_mid_phase_is_the_same_run(
     assert sum(whole.steps.values()) > 0
     first = from_settings(SelfplayConfig, {"run": "parts"}, config)
     with monkeypatch.context() as patched:
-        patched.setattr(selfplay, "_stop_on_signals", stop_after(3))
+        patched.setattr(selfplay, "stop_on_signals", stop_after(3))
         assert train_selfplay(first).stopped
     parts = train_selfplay(first, resume=Path("runs/parts"))
     assert not parts.stopped and parts.steps == whole.steps
     assert_same_run(Path("runs/whole"), Path("runs/parts"))
     for file in sorted(Path("runs/whole").glob("round_*/*.json")):
         assert file.read_bytes() == (Path("runs/parts") / file.relative_to("runs/whole")).read_bytes()
+
+
+def test_a_resume_that_does_not_fit_says_what_cannot_change(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(model=model, answerer_reward="test_selfplay:even_tokens", run="parts")
+    with monkeypatch.context() as patched:
+        patched.setattr(selfplay, "stop_on_signals", stop_after(2))
+        train_selfplay(config)
+    changed = from_settings(SelfplayConfig, {"loss": {"kl_coefficient": 0.1}}, config)
+    with pytest.raises(CheckpointError, match=r"step-000002.*no reference-shared.*loss.kl_coefficient"):
+        train_selfplay(changed, resume=Path("runs/parts"))
 
 
 def test_a_trl_reward_plugs_in(model: str) -> None:

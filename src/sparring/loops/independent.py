@@ -124,7 +124,7 @@ def train_independent(config: IndependentConfig, *, resume: Path | None = None) 
     state_size = joint.now[0].shape[2] if joint is not None else 0
     ppo = replace(config.ppo, epochs=1) if config.algorithm == "reinforce" else config.ppo
     algorithm = "reinforce" if config.algorithm == "reinforce" else "ppo"
-    session = Session.now(argv=tuple(sys.argv), device="cpu", threads=torch.get_num_threads(), dtype="float32")
+    session = Session.now(device="cpu", threads=torch.get_num_threads())
 
     with _run_directory(config, resume, session) as run, stop_on_signals() as stop:
         number = incarnation(run.path)

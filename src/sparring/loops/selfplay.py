@@ -8,11 +8,8 @@ answerer judges), and no template tasks in the place of missing ones without say
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,13 +46,14 @@ from sparring.league.graph_match import (
 from sparring.learning.advantages import BaselineState, credit
 from sparring.learning.batch import to_experiences
 from sparring.learning.gate import Gate, GateState
-from sparring.learning.optimizers import NamedOptimizer, OptimizerState, load_optimizer_state, optimizer_state
+from sparring.learning.optimizers import NamedOptimizer, OptimizerState, optimizer_state
+from sparring.learning.saved import learner_tensors, restore_learners
 from sparring.learning.step import learner_step
 from sparring.loops.rollout import Stopwatch
 from sparring.metrics import MetricsWriter, Progress, Transcript, collapse_alarms
 from sparring.policies.causal_lm import CausalLM
 from sparring.rewards.graph import GeneratorWeights, generator_rewards
-from sparring.rundir import RunDirectory, Session
+from sparring.rundir import RunDirectory, Session, stop_on_signals
 from sparring.runs import build_selfplay_policies, restore_policies, tensor_file
 from sparring.types import (
     Outcome,
@@ -140,9 +138,9 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
     trl_reward = trl_reward_function(config.answerer_reward)
     gate, baselines = Gate(config.gate, seed=config.seed), BaselineState()
     speak = scripts_speak(config) if config.dry_run else policies_speak(config, policies)
-    session = Session.now(argv=tuple(sys.argv), device=config.device, threads=torch.get_num_threads(), dtype="float32")
+    session = Session.now(device=config.device, threads=torch.get_num_threads())
 
-    with _run_directory(config, resume, session) as run, _stop_on_signals() as stop:
+    with _run_directory(config, resume, session) as run, stop_on_signals() as stop:
         number = incarnation(run.path)
         tick, counts, pool, rows, rounds = 0, Counter[str](), list[PoolTask](), RoundRows(), list[dict[str, Any]]()
         opponents: list[tuple[int, dict[str, torch.Tensor]]] = []
@@ -153,13 +151,9 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
             checkpoint = read_checkpoint(newest)
             state = _read_state(checkpoint.documents, newest)
             restore_policies(policies, checkpoint)
-            for name, optimizer in optimizers.items():
-                saved = checkpoint.tensors[f"optimizer-{name}.safetensors"]
-                load_optimizer_state(optimizer, saved, state.optimizers[name])
-                if config.loss.kl_coefficient > 0.0:
-                    policies[name].load_reference(checkpoint.tensors[f"reference-{name}.safetensors"])
-            histories = checkpoint.tensors.get("gate.safetensors", {})
-            gate.load_state({n: t.numpy() for n, t in histories.items()}, state.gate)
+            restore_learners(
+                checkpoint.tensors, state.optimizers, state.gate, policies, optimizers, gate, where=str(newest)
+            )
             opponents = [(n, dict(checkpoint.tensors[f"opponent-{n}.safetensors"])) for n in state.opponents]
             tick, pool, rows, rounds, baselines = state.tick, state.pool, state.rows, state.rounds, state.baselines
             counts.update(state.counts)
@@ -179,6 +173,9 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
             transcript = Transcript(run.episodes)
             for notice in run.notices:
                 progress.note(notice)
+            for name in sorted(policies):
+                if policies[name].core.rows_because is not None:
+                    progress.note(f"policy {name} goes row by row: {policies[name].core.rows_because}")
             progress.note(f"task budget of the first graphs, by hops: {dict(sorted(budget.items()))}")
             while tick < len(steps) and not stopping:
                 tick_watch = Stopwatch()
@@ -252,6 +249,7 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
                 due = tick % config.checkpoint.every == 0 or tick == len(steps) or stopping
                 if due and not config.dry_run:
                     metrics.sync()
+                    transcript.sync()
                     saved_state = SavedState(
                         tick=tick, pool=pool, rows=rows, rounds=rounds, baselines=baselines, gate=gate.state()[1],
                         optimizers={name: optimizer_state(o)[1] for name, o in optimizers.items()},
@@ -259,7 +257,9 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
                         opponents=[n for n, _ in opponents], window=list(window),
                     )  # fmt: skip
                     write_checkpoint(
-                        run.checkpoints, tick, tensors=_tensors(config, policies, optimizers, gate, opponents),
+                        run.checkpoints, tick, tensors={tensor_file(name): policy.state() for name, policy in policies.items()}
+                        | {f"opponent-{n}.safetensors": weights for n, weights in opponents}
+                        | learner_tensors(policies, optimizers, gate),
                         documents={"state.json": msgspec.json.encode(saved_state)}, consumed={"tick": tick},
                     )  # fmt: skip
                     rotate(run.checkpoints, config.checkpoint.keep)
@@ -367,21 +367,6 @@ def _summary(config: SelfplayConfig, rounds: Sequence[Mapping[str, Any]]) -> dic
     }  # fmt: skip
 
 
-def _tensors(
-    config: SelfplayConfig, policies: Mapping[str, CausalLM], optimizers: Mapping[str, NamedOptimizer], gate: Gate,
-    opponents: Sequence[tuple[int, dict[str, torch.Tensor]]],
-) -> dict[str, Mapping[str, torch.Tensor]]:  # fmt: skip
-    files: dict[str, Mapping[str, torch.Tensor]] = {tensor_file(name): p.state() for name, p in policies.items()}
-    for name, optimizer in optimizers.items():
-        files[f"optimizer-{name}.safetensors"] = optimizer_state(optimizer)[0]
-        reference = policies[name].reference_state() if config.loss.kl_coefficient > 0.0 else None
-        if reference is not None:
-            files[f"reference-{name}.safetensors"] = reference
-    files |= {f"opponent-{number}.safetensors": state for number, state in opponents}
-    files["gate.safetensors"] = {name: torch.from_numpy(array) for name, array in gate.state()[0].items()}
-    return files
-
-
 def _read_state(documents: Mapping[str, bytes], path: Path) -> SavedState:
     try:
         return msgspec.json.decode(documents["state.json"], type=SavedState)
@@ -395,26 +380,3 @@ def _run_directory(config: SelfplayConfig, resume: Path | None, session: Session
     return RunDirectory.create(
         config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="selfplay"
     )
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM end the run after the step, with a checkpoint; a second SIGINT ends it at once."""
-    asked = False
-
-    def stop(signum: int, frame: object) -> None:
-        nonlocal asked
-        if asked and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked = True
-
-    try:
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: the caller's program has the signals
-        yield lambda: False
-        return
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -26,7 +26,8 @@ from sparring.inference.remote import RemoteChat
 from sparring.learning.advantages import BaselineState, credit
 from sparring.learning.batch import split_stale, to_experiences
 from sparring.learning.gate import Gate, GateDecision, GateState
-from sparring.learning.optimizers import NamedOptimizer, OptimizerState, load_optimizer_state, optimizer_state
+from sparring.learning.optimizers import NamedOptimizer, OptimizerState, optimizer_state
+from sparring.learning.saved import learner_tensors, restore_learners
 from sparring.learning.step import learner_step
 from sparring.loops.rollout import (
     BotPlayer,
@@ -144,8 +145,7 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
             policies[name].keep_reference()
     gate, baselines = Gate(config.gate, seed=config.seed), BaselineState()
     reward = load_reward(config.reward, env=env)
-    dtype = "float32" if config.device == "cpu" else "float32 weights, bfloat16 autocast"
-    session = Session.now(argv=_argv(), device=config.device, threads=torch.get_num_threads(), dtype=dtype)
+    session = Session.now(device=config.device, threads=torch.get_num_threads())
 
     with _run_directory(config, resume, session) as run, stop_on_signals() as stop:
         number = incarnation(run.path)
@@ -162,18 +162,11 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
                 next_episode += forks
         else:
             state = _read_state(checkpoint)
-            _check_fits(checkpoint, state, config, optimizers)
+            _check_fits(state, config)
             restore_policies(policies, checkpoint)
-            for name, optimizer in optimizers.items():
-                load_optimizer_state(
-                    optimizer, checkpoint.tensors[f"optimizer-{name}.safetensors"], state.optimizers[name]
-                )
-            gate.load_state(
-                {n: t.numpy() for n, t in checkpoint.tensors.get("gate.safetensors", {}).items()}, state.gate
+            restore_learners(
+                checkpoint.tensors, state.optimizers, state.gate, policies, optimizers, gate, where=str(checkpoint.path)
             )
-            if config.loss.kl_coefficient > 0.0:
-                for name in optimizers:
-                    policies[name].load_reference(checkpoint.tensors[f"reference-{name}.safetensors"])
             baselines, tick, next_episode = state.baselines, state.tick, state.next_episode
             counts.update({key: int(value) if value.is_integer() else value for key, value in state.counts.items()})
             tables = [load_table(saved, own, policies) for saved, own in zip(state.tables, envs, strict=True)]
@@ -207,7 +200,8 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
                 transcript.sync()
                 saved = _state(done, next_episode, tables, ready, baselines, gate, optimizers, policies, counts, window)
                 write_checkpoint(
-                    run.checkpoints, done, tensors=_tensors(policies, optimizers, gate, config),
+                    run.checkpoints, done, tensors={tensor_file(name): policy.state() for name, policy in policies.items()}
+                    | learner_tensors(policies, optimizers, gate),
                     documents={"state.json": msgspec.json.encode(saved)},
                     consumed={"tick": done, "episodes": next_episode},
                 )  # fmt: skip
@@ -300,12 +294,6 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
 # ------------------------------------------------------------------------------------------------------- beginning
 
 
-def _argv() -> tuple[str, ...]:
-    import sys
-
-    return tuple(sys.argv)
-
-
 def _with_learning_rate(config: SharedConfig, trained: Sequence[CausalLM]) -> SharedConfig:
     """The same with a learning rate for the largest of the policies, where none was set."""
     if config.optimizer.learning_rate is not None or not trained:
@@ -394,19 +382,6 @@ def _is_trained(policy: CausalLM, players: Mapping[str, Player]) -> bool:
 # ---------------------------------------------------------------------------------------------------------- saving
 
 
-def _tensors(
-    policies: Mapping[str, CausalLM], optimizers: Mapping[str, NamedOptimizer], gate: Gate, config: SharedConfig
-) -> dict[str, Mapping[str, torch.Tensor]]:
-    files: dict[str, Mapping[str, torch.Tensor]] = {tensor_file(name): p.state() for name, p in policies.items()}
-    for name, optimizer in optimizers.items():
-        files[f"optimizer-{name}.safetensors"] = optimizer_state(optimizer)[0]
-        reference = policies[name].reference_state() if config.loss.kl_coefficient > 0.0 else None
-        if reference is not None:
-            files[f"reference-{name}.safetensors"] = reference
-    files["gate.safetensors"] = {name: torch.from_numpy(array) for name, array in gate.state()[0].items()}
-    return files
-
-
 def _state(
     tick: int, next_episode: int, tables: Sequence[Table], ready: Sequence[Settlement], baselines: BaselineState,
     gate: Gate, optimizers: Mapping[str, NamedOptimizer], policies: Mapping[str, CausalLM], counts: Counter[str],
@@ -431,25 +406,14 @@ def _read_state(checkpoint: Checkpoint) -> SavedState:
         raise CheckpointError(f"{checkpoint.path}: state.json is missing or of another version ({error})") from error
 
 
-def _check_fits(
-    checkpoint: Checkpoint, state: SavedState, config: SharedConfig, optimizers: Mapping[str, NamedOptimizer]
-) -> None:
-    """A resume may change much of the configuration, but not what the checkpoint is made of."""
+def _check_fits(state: SavedState, config: SharedConfig) -> None:
+    """A resume may change much of the configuration, but not how many tables there are."""
     forks = config.advantages.forks if config.advantages.kind == "group" else 1
     if len(state.tables) != config.worlds * forks:
         raise ConfigError(
             f"worlds is {config.worlds} with {forks} fork(s) each, the run has {len(state.tables)} tables in all: that "
             "cannot change in a resume"
         )
-    for name in optimizers:
-        wanted = [f"optimizer-{name}.safetensors"]
-        wanted += [f"reference-{name}.safetensors"] if config.loss.kl_coefficient > 0.0 else []
-        for file in wanted:
-            if file not in checkpoint.tensors:
-                raise CheckpointError(
-                    f"{checkpoint.path}: no {file} in it; which policies learn (players, trainable, adapters) and "
-                    "whether loss.kl_coefficient is above 0 cannot change in a resume"
-                )
 
 
 def _load_settlement(saved: SavedSettlement, policies: Mapping[str, CausalLM], env: Env) -> Settlement:

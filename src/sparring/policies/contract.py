@@ -109,3 +109,15 @@ class StackedPolicies(Protocol):
     def values(self, parameters: Tensor, seen: Tensor) -> Tensor:
         """Values (A, B) of observations (or of states, for a centralised critic) of shape (A, B, D)."""
         ...
+
+
+class ReferencePolicy(Protocol):
+    """A policy that may remember its first weights, for a KL term."""
+
+    def reference_state(self) -> Mapping[str, torch.Tensor] | None:
+        """The remembered weights for a checkpoint, or None where none were kept."""
+        ...
+
+    def load_reference(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the remembered weights from a checkpoint; raises CheckpointError where they do not fit."""
+        ...

@@ -188,9 +188,9 @@ def close(world: WorldState, thread: Thread) -> None:
         turns = turns_of(world, thread, target.id)
         served, verified = next((turn for turn in turns if turn.served), None), _verification(turns)
         if served is not None and verified is not None:
-            served.share = 0.5
-            for name in ("share", "served", "secret_shown", "service_value"):
-                setattr(verified, name, getattr(served, name))
+            served.share = verified.share = 0.5
+            verified.served, verified.secret_shown = True, served.secret_shown
+            verified.service_value = served.service_value
     attacker = red_side(world, thread)
     if attacker is None or thread.moved or thread.leaked or not thread.heard:
         return
