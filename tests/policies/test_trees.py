@@ -15,6 +15,7 @@ from sparring.policies import tree_attention
 from sparring.policies.causal_lm import CausalLM, LoraSettings
 from sparring.policies.contract import ScoreRow
 from sparring.policies.language_model import LanguageModel
+from sparring.policies.tree_flex import subtree_ends
 from sparring.tokens.prefix_tree import distinct_prefixes, merge
 
 
@@ -129,6 +130,30 @@ def test_siblings_attend_together_or_alone(
     assert (len(blocks) == len(tree.segments)) == small_blocks
     assert [s for block in blocks for s in block.own] == list(range(len(tree.segments)))
     assert_equal(lambda: CausalLM.load(directory), ragged(4))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("rows", [ragged(4), ragged(5, groups=9), chat()], ids=["ragged", "long", "chat"])
+def test_one_kernel_over_the_whole_tree_gives_what_blocks_give(directory: Path, rows: list[ScoreRow]) -> None:
+    """What runs on GPUs; torch gives no gradients of it on a CPU, so that here only the forward pass is compared."""
+    core, cpu = CausalLM.load(directory).core, torch.device("cpu")
+    tree = merge([row.token_ids for row in rows])
+    with torch.no_grad():
+        blocks = core.tree_hidden(tree_attention.plan(tree, cpu))
+        whole = core.tree_hidden(tree_attention.whole_plan(tree, cpu))
+    torch.testing.assert_close(whole, blocks, rtol=1e-5, atol=1e-5)
+    assert tree_attention.learner_plan(tree, cpu).whole_mask is None  # a CPU goes by blocks
+
+
+def test_a_node_sees_its_ancestors_and_itself() -> None:
+    rows = [row.token_ids for row in ragged(6)]
+    tree = merge(rows)
+    ends = subtree_ends(tree)
+    seen = [{k for k in range(q + 1) if q < ends[k]} for q in range(tree.size)]
+    for number in range(len(rows)):
+        path = [int(node) for node in tree.nodes(number)]
+        for depth, node in enumerate(path):
+            assert seen[node] == set(path[: depth + 1])
 
 
 def test_every_distinct_prefix_goes_forward_once(directory: Path) -> None:

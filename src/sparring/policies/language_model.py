@@ -127,7 +127,7 @@ class LanguageModel:
         try:
             self.model.set_attn_implementation(tree_attention.NAME)
             with torch.no_grad():
-                together = self.tree_hidden(tree_attention.plan(tree, self.device))
+                together = self.tree_hidden(tree_attention.learner_plan(tree, self.device))
                 for number, row in enumerate(rows):
                     alone = self.hidden(torch.tensor([row], device=self.device))[0]
                     if not torch.allclose(alone, together[tree.nodes(number)], rtol=1e-3, atol=1e-3):
@@ -279,7 +279,7 @@ class LanguageModel:
     def _tree_states(self, rows: Sequence[ScoreRow]) -> Tensor:
         """Hidden states that predict the wanted positions, (K, H): one forward pass over the rows' tree."""
         tree = merge([row.token_ids[: row.positions[-1]] for row in rows])
-        states = self.tree_hidden(tree_attention.plan(tree, self.device))
+        states = self.tree_hidden(tree_attention.learner_plan(tree, self.device))
         wanted = [tree.nodes(number)[[p - 1 for p in row.positions]] for number, row in enumerate(rows)]
         return states[torch.from_numpy(np.concatenate(wanted)).to(self.device)]
 

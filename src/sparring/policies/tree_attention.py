@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from sparring.policies import tree_flex
 from sparring.tokens.prefix_tree import PrefixTree
 
 NAME = "sparring_tree"
@@ -55,6 +57,8 @@ class TreePlan:
     """Nodes of each segment."""
     block_lengths: tuple[int, ...]
     blocks: tuple[Block, ...]
+    whole_mask: BlockMask | None = None
+    """Of all nodes, in place of blocks: the learner's pass on a GPU."""
     store: NodeStore | None = None
     """Where keys and values of all nodes are kept, those of earlier chunks among them."""
     starts: tuple[int, ...] = ()
@@ -213,6 +217,20 @@ def chunk_plan(
     )  # fmt: skip
 
 
+def whole_plan(tree: PrefixTree, device: torch.device) -> TreePlan:
+    """A whole tree and one mask, made once for all layers; FlexAttention's kernel does the rest."""
+    return TreePlan(
+        token_ids=torch.from_numpy(tree.token_ids).unsqueeze(0).to(device),
+        positions=torch.from_numpy(tree.depths).unsqueeze(0).to(device),
+        lengths=(), block_lengths=(), blocks=(), whole_mask=tree_flex.block_mask(tree, device),
+    )  # fmt: skip
+
+
+def learner_plan(tree: PrefixTree, device: torch.device) -> TreePlan:
+    """One pass over a whole tree with gradients: one kernel on a GPU, blocks elsewhere."""
+    return whole_plan(tree, device) if device.type == "cuda" else plan(tree, device)
+
+
 def plan(tree: PrefixTree, device: torch.device, *, only: range | None = None) -> TreePlan:
     """Blocks of a tree (or of these segments of it) and their masks, made once for all layers."""
     parents = {segment.parent for segment in tree.segments}
@@ -271,17 +289,20 @@ def tree_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **other)
     if tree.store is not None:
         return _prefill(module, query, key, value, tree, tree.store, other["scaling"]), None
+    if tree.whole_mask is not None:
+        found = tree_flex.attend(query, key, value, tree.whole_mask, other.get("scaling"))
+        return found.transpose(1, 2).contiguous(), None
     keys, values = key.split(tree.lengths, dim=2), value.split(tree.lengths, dim=2)
-    found = []
+    pieces = []
     for block, own in zip(tree.blocks, query.split(tree.block_lengths, dim=2), strict=True):
         seen = [*block.ancestors, *block.own]
-        found.append(
+        pieces.append(
             scaled_dot_product_attention(
                 own, _joined(keys, seen), _joined(values, seen), attn_mask=block.mask, is_causal=block.mask is None,
                 scale=other.get("scaling"), enable_gqa=key.shape[1] != query.shape[1],
             )
         )  # fmt: skip
-    return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _prefill(
