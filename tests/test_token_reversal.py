@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
-from token_reversal import GATES, Reverser, Trial, compare, cost_to_reach, document, figure
+from token_reversal import GATES, Reverser, Trial, compare, cost_to_reach, document, figure, paired_difference
 
 
 def test_sampled_log_probs_are_the_learners() -> None:
@@ -49,3 +49,9 @@ def test_cost_is_read_at_the_first_step_that_is_as_good() -> None:
     trial.seconds = [float(i) for i in range(1, 61)]
     assert trial.smooth()[39] == pytest.approx(0.5)
     assert cost_to_reach(trial, 0.5)["graded"] == 40 and cost_to_reach(trial, -1.0)["steps"] == float("inf")
+
+
+def test_order_is_judged_by_intervals() -> None:
+    found = paired_difference([3.0, 1.0, 2.0], [1.0, 1.0, 1.0])
+    assert found["value"] == 1.0 and found["low"] == 0.0 and found["high"] == 2.0
+    assert paired_difference([1.0, 1.5], [0.5, 0.5])["low"] > 0.0
