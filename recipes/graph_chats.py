@@ -35,8 +35,8 @@ def chats(config: SelfplayConfig, count: int, *, care: float, generator_share: f
         for task in tasks:
             if rng.random() < generator_share:
                 packet = packet_of(world.graph, task.query, task.evidence, rng, edges=config.context_edges)
-                prompt = generator_prompt(packet, task.query.length, full=config.full)
-                reply = scripted_task(packet, task.query.length, rng, care=care, full=config.full)
+                prompt = generator_prompt(packet, task.query.length, full=config.full, draws=config.draws)
+                reply = scripted_task(packet, task.query.length, rng, care=care, full=config.full, draws=config.draws)
             else:
                 context = context_of(world.graph, task, rng, edges=config.context_edges)
                 prompt = answerer_prompt(task.question, context, full=config.full)
@@ -57,7 +57,10 @@ if __name__ == "__main__":
     parser.add_argument("--generator-share", type=float, default=0.4)
     parser.add_argument("--world", default="investigation")
     parser.add_argument("--full", action="store_true", help="full instructions and questions (for pretrained models)")
+    parser.add_argument(
+        "--canonical-graph", choices=["fixed", "generate"], default="fixed", help="as in the run to come"
+    )
     chosen = parser.parse_args()
-    config = SelfplayConfig(world=chosen.world, full=chosen.full)
+    config = SelfplayConfig(world=chosen.world, full=chosen.full, canonical_graph=chosen.canonical_graph)
     made = chats(config, chosen.count, care=chosen.care, generator_share=chosen.generator_share)
     chosen.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")

@@ -383,6 +383,11 @@ class SelfplayConfig:
     quiet: bool = False
     """Show no progress."""
 
+    @property
+    def draws(self) -> bool:
+        """Completions hold a canonical graph."""
+        return self.canonical_graph == "generate"
+
     def __post_init__(self) -> None:
         check_types(self)
         for name in (

@@ -112,11 +112,39 @@ def test_a_dry_run_writes_every_file_of_every_round(tmp_path: Path, monkeypatch:
     summary = json.loads((folder / "self_play_summary.json").read_text())
     assert [row["round"] for row in summary["rounds"]] == [1, 2] and summary["dry_run"]
     assert not any(row["fallback_used"] for row in summary["rounds"])
+    assert set(summary) == {
+        "dry_run", "model_topology", "phase_schedule", "tuning_mode", "canonical_graph_mode", "initial_models",
+        "final_models", "post_training_evaluation", "rounds",
+    }  # fmt: skip
+    for phase in ("generator", "answerer_pre", "answerer"):
+        assert [row[phase]["skipped"] for row in summary["rounds"]] == [True, True]
+    assert summary["rounds"][0]["generator"]["train_rows"] == 2 * 6 * 4
     assert report.fallbacks == 0 and report.steps == {} and report.tasks > 10
     assert sum(report.solve_rates.values()) == report.tasks
     assert report.task_budget[1] > 50
     text = (folder / "round_001" / "validation_reports.json").read_text()
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def test_completions_that_draw_a_graph_are_shown_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_selfplay(small(
+        dry_run=True, run="drawn", canonical_graph="generate", generator_prompts=6, generator_samples=4, rounds=1,
+        anchor_share=0.0,
+    ))  # fmt: skip
+    folder = tmp_path / "runs" / "drawn" / "round_001"
+    asked = json.loads((folder / "generator_dataset.json").read_text())
+    assert all(row["prompt"].startswith("Ask and draw.") for row in asked)
+    drawn = {
+        row["question"]: row["canonical_graph"]["edges"]
+        for row in json.loads((folder / "canonical_graph_candidates.json").read_text())
+    }
+    assert all(len(edges) >= 4 for edges in drawn.values())
+    posed = [row for row in json.loads((folder / "answerer_dataset.json").read_text()) if row["question"] in drawn]
+    assert posed
+    for row in posed:
+        for edge in drawn[row["question"]]:
+            assert f"{edge['src']} {edge['rel']} {edge['dst']}" in row["prompt"]
 
 
 def test_a_generator_without_a_valid_task_is_not_covered_up(model: str) -> None:
@@ -149,6 +177,10 @@ def test_resume_in_mid_phase_is_the_same_run(
     parts = train_selfplay(first, resume=Path("runs/parts"))
     assert not parts.stopped and parts.steps == whole.steps
     assert_same_run(Path("runs/whole"), Path("runs/parts"))
+    summaries = [json.loads(Path(f"runs/{name}/self_play_summary.json").read_text()) for name in ("whole", "parts")]
+    drop_paths = [{**row, "rounds": [{**r, "artifacts": None} for r in row["rounds"]]} for row in summaries]
+    assert drop_paths[0] == drop_paths[1] and len(summaries[0]["rounds"]) == config.rounds
+    assert summaries[0]["rounds"][0]["answerer"]["global_step"] > 0
     for file in sorted(Path("runs/whole").glob("round_*/*.json")):
         assert file.read_bytes() == (Path("runs/parts") / file.relative_to("runs/whole")).read_bytes()
 
@@ -269,6 +301,12 @@ def test_the_run_ends_with_held_out_figures_and_eval_repeats_them(model: str) ->
     assert row["valid_rate_end"] == 0.0 and "gain_over_solver" not in row
     again = evaluate_run(EvalConfig(run="runs/figures", situations=30, quiet=True))
     assert again.flat() == {name: row[name] for name in again.flat()}
+    one = EvalConfig(run="runs/figures", situations=30, quiet=True)
+    pooled = graph_panel.evaluate_seeds([one, one]).flat()
+    assert pooled["accuracy_trained_n"] == 60  # the same run twice: the same figures, and no narrower an interval
+    assert {name: value for name, value in pooled.items() if not name.endswith("_n") and name != "tasks"} == (
+        pytest.approx({n: v for n, v in again.flat().items() if not n.endswith("_n") and n != "tasks"})
+    )
 
 
 def test_held_out_graphs_are_none_of_training() -> None:

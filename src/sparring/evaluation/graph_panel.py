@@ -25,6 +25,7 @@ from sparring.envs.graph.solver import random_tasks
 from sparring.envs.graph.validate import Limits, validate_text
 from sparring.envs.graph.views import World
 from sparring.envs.graph.worlds import make_world
+from sparring.errors import ConfigError
 from sparring.evaluation.cloning import clone
 from sparring.evaluation.statistics import Bootstrap, Estimate, flat
 from sparring.inference.ask import Asked, Spoken, ask
@@ -112,6 +113,27 @@ def evaluate_selfplay(config: EvalConfig) -> GraphEval:
     Raises:
         ConfigError, CheckpointError: No such run or checkpoint.
     """
+    keys, rows = _panel_of_run(config)
+    return summarise(keys, rows, seed=config.seed)
+
+
+def evaluate_seeds(configs: Sequence[EvalConfig]) -> GraphEval:
+    """Runs of several seeds on their common panel, pooled: each task's results of all seeds are drawn together, so that
+    the intervals are those of other tasks for the mean of these runs.
+
+    Raises:
+        ConfigError, CheckpointError: As ``evaluate_selfplay``; or the runs were not measured on the same tasks.
+    """
+    found = [_panel_of_run(config) for config in configs]
+    keys = found[0][0]
+    if any(other != keys for other, _ in found):
+        raise ConfigError("the runs were not measured on the same tasks: their worlds or hops differ")
+    players = [name for name in found[0][1] if all(name in rows for _, rows in found)]
+    pooled = {name: [row for _, rows in found for row in rows[name]] for name in players}
+    return summarise(keys * len(found), pooled, seed=configs[0].seed)
+
+
+def _panel_of_run(config: EvalConfig) -> tuple[list[str], dict[str, list[_Row]]]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     run = find_run(config.run)
@@ -119,7 +141,7 @@ def evaluate_selfplay(config: EvalConfig) -> GraphEval:
     policies = build_selfplay_policies(settings, device=config.device)
     starts = {name: policy.state() for name, policy in policies.items()}
     restore_policies(policies, read_checkpoint(find_checkpoint(run, config.step)))
-    return measure(
+    return play_panel(
         settings, policies, starts, run, tasks=config.situations, seed=config.seed, cloning=config.cloning
     )  # fmt: skip
 
@@ -128,7 +150,16 @@ def measure(
     config: SelfplayConfig, policies: Mapping[str, CausalLM], starts: Mapping[str, Mapping[str, torch.Tensor]], run: Path,
     *, tasks: int, seed: int, cloning: bool = True,
 ) -> GraphEval:  # fmt: skip
-    """Measures the policies as they are against their starts; leaves them as they were.
+    """Measures the policies as they are against their starts; leaves them as they were. Arguments as ``play_panel``'s."""
+    keys, rows = play_panel(config, policies, starts, run, tasks=tasks, seed=seed, cloning=cloning)
+    return summarise(keys, rows, seed=seed)
+
+
+def play_panel(
+    config: SelfplayConfig, policies: Mapping[str, CausalLM], starts: Mapping[str, Mapping[str, torch.Tensor]], run: Path,
+    *, tasks: int, seed: int, cloning: bool = True,
+) -> tuple[list[str], dict[str, list[_Row]]]:  # fmt: skip
+    """Everybody on the same held-out tasks: the tasks' keys, and rows by player in their order.
 
     Args:
         starts: The weights at the beginning of the run, by policy.
@@ -159,10 +190,15 @@ def measure(
         rng = Random(f"{seed}/{name}")
         right = [item.task.accepts(answer(item.context, item.task.query, rng)) for item in items]
         rows[name] = [_Row(strict=hit, lenient=hit) for hit in right]
-    bootstrap = Bootstrap([item.key for item in items], seed=seed)
+    return [item.key for item in items], rows
+
+
+def summarise(keys: Sequence[str], rows: Mapping[str, Sequence[_Row]], *, seed: int) -> GraphEval:
+    """Figures of rows by player, in the order of the keys; what has the same key is drawn together."""
+    bootstrap = Bootstrap(keys, seed=seed)
     shown = [name for name in (*MODELS, *BASELINES) if name in rows]
     return GraphEval(
-        tasks=len(items),
+        tasks=len(keys),
         accuracy={name: bootstrap.estimate(STRICT, rows[name]) for name in shown},
         accuracy_lenient={name: bootstrap.estimate(LENIENT, rows[name]) for name in MODELS if name in rows},
         gains={
@@ -213,7 +249,7 @@ def _played(
     if generator is not None:
         asked = []
         for index, item in enumerate(items):
-            system, user = generator_prompt(item.packet, item.task.query.length, full=config.full)
+            system, user = generator_prompt(item.packet, item.task.query.length, full=config.full, draws=config.draws)
             asked.append(Asked(system=system, user=user, key=(EVAL, seed, 1, index)))
         limits = Limits(max_hops=config.max_hops)
         for index, spoken in enumerate(ask(InProcessSampler(generator), asked, config.generator_sampling)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,22 @@ def write_json(path: Path, content: Any) -> None:
     """Any JSON value; text that is no Unicode (a lone surrogate of a reply) is written escaped."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     write_atomic(path, text.encode("utf-8", "backslashreplace") + b"\n")
+
+
+def phase_result(rows: Sequence[Mapping[str, Any]], role: str, policy: str, *, tuning_mode: str) -> dict[str, Any]:
+    """A phase as ``self_play_summary.json`` lists it, from its rows of ``metrics.jsonl``; without a learner's step it was
+    skipped (a dry run, or groups that were all alike)."""
+
+    def span(name: str) -> dict[str, float | None]:
+        found = [float(row[name]) for row in rows if isinstance(row.get(name), float | int)]
+        return {"min": min(found, default=None), "max": max(found, default=None)}
+
+    losses = [float(row["loss"]) for row in rows if isinstance(row.get("loss"), float | int)]
+    return {
+        "global_step": rows[-1].get(f"step/{policy}", 0), "training_loss": sum(losses) / len(losses) if losses else None,
+        "train_rows": sum(int(row[f"settled/{role}"]) for row in rows), "skipped": not losses, "tuning_mode": tuning_mode,
+        "diagnostics": {name: span(name) for name in ("reward_mean", "valid_share", "grad_norm", "entropy", "kl")},
+    }  # fmt: skip
 
 
 def edge_rows(edges: Sequence[Triple]) -> list[dict[str, str]]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, Literal, NamedTuple
 
@@ -153,10 +154,14 @@ def generate(config: SelfplayConfig, worlds: Sequence[World], tick: int, speak: 
                 f"max_hops is {config.max_hops}: the graphs of {config.world} hold no path of {hops} hops"
             )
         packet = packet_of(graph, tasks[0].query, tasks[0].evidence, rng, edges=config.context_edges)
-        system, user = generator_prompt(packet, hops, full=config.full)
+        system, user = generator_prompt(packet, hops, full=config.full, draws=config.draws)
         for sample in range(config.generator_samples):
             asked.append(Asked(system=system, user=user, key=(config.seed, tick, 0, prompt, sample)))
-            scripts.append(lambda r, p=packet, h=hops: scripted_task(p, h, r, care=DRY_RUN_CARE, full=config.full))  # type: ignore[misc]
+            scripts.append(
+                partial(
+                    scripted_task, packet, hops, care=DRY_RUN_CARE, full=config.full, draws=config.draws
+                )
+            )  # fmt: skip
             places.append((prompt, sample, hops, place, packet))
     spoken = speak("generator", asked, scripts)
     limits = Limits(max_hops=config.max_hops)
@@ -239,7 +244,7 @@ def admit(
             continue
         solved, attempts = rates[one.world, task.query]
         counts[f"rate/{int(10 * solved / attempts) / 10:.1f}"] += 1
-        drawn = one.verdict.completion.graph_edges if config.canonical_graph == "generate" else ()
+        drawn = one.verdict.completion.graph_edges if config.draws else ()
         pool.append(PoolTask(task=task, world=number, solved=solved, attempts=attempts, own_edges=drawn))
         rows.generated_tasks.append(task_row(task, solved=solved, attempts=attempts, world=number))
         graph = {"nodes": _ends(drawn), "edges": edge_rows(drawn)}

@@ -24,9 +24,11 @@ from sparring.envs.graph.solver import task_budget
 from sparring.envs.graph.views import World
 from sparring.errors import CheckpointError
 from sparring.evaluation.graph_panel import GraphEval, measure
-from sparring.evaluation.selfplay_files import RoundRows, answerer_row, write_json, write_rounds
+from sparring.evaluation.selfplay_files import RoundRows, answerer_row, phase_result, write_json, write_rounds
+from sparring.files import read_jsonl
 from sparring.inference.ask import Spoken
 from sparring.league.graph_match import (
+    ROLES,
     At,
     PoolTask,
     Role,
@@ -239,7 +241,7 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
                 if at.last:
                     paths = write_rounds(run.path, at.round, rows)
                     if at.phase == "answerer":
-                        rounds.append(_round_row(config, at, rows, paths, counts))
+                        rounds.append(_round_row(config, at, rows, paths, counts, run.metrics, steps))
                         rows = RoundRows()
                         if policies and config.opponents:
                             past = (at.round, policies[policy_of(config, "answerer")].state())
@@ -274,6 +276,9 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
             seconds=watch.seconds(), stopped=tick < len(steps), notices=run.notices,
         )  # fmt: skip
         run.write_report(final)
+        write_json(
+            run.path / "self_play_summary.json", _summary(config, rounds, final=final, newest=latest(run.checkpoints))
+        )
         return final
 
 
@@ -347,11 +352,18 @@ def _decoded(policies: Mapping[str, CausalLM], settlement: Settlement) -> str:
 
 
 def _round_row(
-    config: SelfplayConfig, at: At, rows: RoundRows, paths: Mapping[str, str], counts: Counter[str]
-) -> dict[str, Any]:
+    config: SelfplayConfig, at: At, rows: RoundRows, paths: Mapping[str, str], counts: Counter[str], metrics: Path,
+    steps: Sequence[At],
+) -> dict[str, Any]:  # fmt: skip
     reports = rows.validation_reports
     valid = sum(row["validation"]["is_valid"] for row in reports)
-    return {
+    phases: dict[str, Any] = {}
+    logged = list(read_jsonl(metrics))  # a resume has cut it back to the checkpoint, so it tells the whole round
+    for name in dict.fromkeys(step.phase for step in steps):
+        role: Role = "generator" if name == "generator" else "answerer"
+        mine = [row for row, step in zip(logged, steps, strict=False) if (step.round, step.phase) == (at.round, name)]
+        phases[name] = phase_result(mine, role, policy_of(config, role), tuning_mode=_tuning(config))
+    return phases | {
         "round": at.round + 1, "dry_run": config.dry_run, "phase_schedule": config.schedule,
         "generator_rows": len(rows.generator_dataset), "answerer_rows": len(rows.answerer_dataset),
         "generated_tasks": len(rows.generated_tasks), "valid_rate": valid / len(reports) if reports else 0.0,
@@ -359,11 +371,22 @@ def _round_row(
     }  # fmt: skip
 
 
-def _summary(config: SelfplayConfig, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _tuning(config: SelfplayConfig) -> str:
+    return "lora" if config.adapters == "lora" else "full"
+
+
+def _summary(
+    config: SelfplayConfig, rounds: Sequence[Mapping[str, Any]], *, final: SelfplayReport | None = None,
+    newest: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Paths are from the run's directory; a checkpoint holds every policy."""
+    saved = f"checkpoints/{newest.name}" if newest is not None else None
     return {
         "dry_run": config.dry_run, "model_topology": config.topology, "phase_schedule": config.schedule,
-        "tuning_mode": "lora" if config.adapters == "lora" else "full", "initial_model": config.model,
+        "tuning_mode": _tuning(config), "initial_models": dict.fromkeys(ROLES, config.model),
+        "final_models": {role: {"checkpoint": saved, "policy": policy_of(config, role)} for role in ROLES},
         "canonical_graph_mode": config.canonical_graph, "rounds": list(rounds),
+        "post_training_evaluation": final.evaluation.flat() if final and final.evaluation else None,
     }  # fmt: skip
 
 

@@ -24,7 +24,11 @@ GENERATOR_FULL = (
     'start at SOURCE and follow the relation path RELATION -> RELATION, which entity do you reach after 2 hops?", '
     '"task_type": "path"}.'
 )
-ANSWERER_BRIEF, GENERATOR_BRIEF = "Answer.", "Ask."
+GENERATOR_DRAWS_FULL = (
+    ' Add "canonical_graph": {"nodes": [...], "edges": [[source, relation, target], ...]}: the edges that a solver is to '
+    "see in any case, yours among them, and the nodes that they join; leave out what you like, add nothing."
+)
+ANSWERER_BRIEF, GENERATOR_BRIEF, GENERATOR_DRAWS_BRIEF = "Answer.", "Ask.", "Ask and draw."
 
 
 def context_of(
@@ -76,10 +80,12 @@ def answerer_prompt(question: str, context: Sequence[Triple], *, full: bool) -> 
     return (ANSWERER_FULL if full else ANSWERER_BRIEF), f"{lines}\n{question}"
 
 
-def generator_prompt(packet: Sequence[Triple], hops: int, *, full: bool) -> tuple[str, str]:
-    """(system, user)."""
+def generator_prompt(packet: Sequence[Triple], hops: int, *, full: bool, draws: bool) -> tuple[str, str]:
+    """(system, user). ``draws`` asks for a canonical graph too."""
     lines = "\n".join(map(edge_line, packet))
-    return (GENERATOR_FULL if full else GENERATOR_BRIEF), f"{lines}\n{'Hops: ' if full else ''}{hops}"
+    if full:
+        return GENERATOR_FULL + (GENERATOR_DRAWS_FULL if draws else ""), f"{lines}\nHops: {hops}"
+    return (GENERATOR_DRAWS_BRIEF if draws else GENERATOR_BRIEF), f"{lines}\n{hops}"
 
 
 def answer_json(answer: Sequence[str], edges: Sequence[Triple]) -> str:
@@ -90,9 +96,12 @@ def answer_json(answer: Sequence[str], edges: Sequence[Triple]) -> str:
     )
 
 
-def completion_json(question: str, answer: str, edges: Sequence[Triple]) -> str:
-    """A generator's reply for a path."""
-    said = {
+def completion_json(question: str, answer: str, edges: Sequence[Triple], drawn: Sequence[Triple] = ()) -> str:
+    """A generator's reply for a path; ``drawn`` are the edges of a canonical graph."""
+    said: dict[str, object] = {
         "supporting_edges": [list(edge) for edge in edges], "answer": answer, "question": question, "task_type": "path",
     }  # fmt: skip
+    if drawn:
+        nodes = sorted({end for edge in drawn for end in (edge.src, edge.dst)})
+        said["canonical_graph"] = {"nodes": nodes, "edges": [list(edge) for edge in drawn]}
     return json.dumps(said, ensure_ascii=False, separators=(",", ":"))

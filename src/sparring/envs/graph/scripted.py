@@ -38,8 +38,8 @@ def _careless_answer(edges: Sequence[Triple], query: Query, rng: Random) -> str:
     return answer_json((way[-1].dst,), tuple(way))
 
 
-def scripted_task(packet: Sequence[Triple], hops: int, rng: Random, *, care: float, full: bool) -> str:
-    """A completion of a generator who sees this part of the graph."""
+def scripted_task(packet: Sequence[Triple], hops: int, rng: Random, *, care: float, full: bool, draws: bool) -> str:
+    """A completion of a generator who sees this part of the graph; who draws shows some of it besides."""
     ways = [way for edge in packet for way in _chains(packet, (edge,), hops)]
     if not ways:
         ways = [(edge,) for edge in packet]
@@ -48,7 +48,8 @@ def scripted_task(packet: Sequence[Triple], hops: int, rng: Random, *, care: flo
     if rng.random() >= care:
         way, answer = _spoilt(packet, way, rng)
     query = Query(kind="path", start=way[0].src, hops=tuple(Hop(relation=edge.rel) for edge in way))
-    return completion_json(question_text(query, full=full), answer, way)
+    drawn = sorted({*way, *rng.sample(list(packet), len(packet) // 2)}) if draws else ()
+    return completion_json(question_text(query, full=full), answer, way, drawn)
 
 
 def _chains(packet: Sequence[Triple], way: tuple[Triple, ...], hops: int) -> list[tuple[Triple, ...]]:
