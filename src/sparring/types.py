@@ -11,6 +11,7 @@ step``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -58,6 +59,21 @@ class PolicyVersion:
 
     def __str__(self) -> str:
         return f"v{self.incarnation}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """The version that ``str`` wrote.
+
+        >>> PolicyVersion.parse("v2.150").step
+        150
+
+        Raises:
+            ValueError: It is none.
+        """
+        found = re.fullmatch(r"v(\d{1,18})\.(\d{1,18})", text)
+        if found is None:
+            raise ValueError(f"{text!r} is no policy version; one looks like v2.150")
+        return cls(incarnation=int(found[1]), step=int(found[2]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

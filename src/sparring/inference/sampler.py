@@ -158,53 +158,90 @@ class InProcessSampler:
     def _decode(self, state: PaddedRows | TreeRows, settings: SamplingSettings) -> list[tuple[int, Reply]]:
         """Decode until every row has ended or run out; returns (request's index, reply)."""
         started = time.perf_counter()
-        device, core = self.policy.core.device, self.policy.core
-        steps = settings.max_new_tokens
-        keys = [key for prompt in state.prompts for key in prompt.keys]
-        uniforms = torch.from_numpy(np.stack([row_uniforms(key, steps) for key in keys])).to(device)
-        tokens = torch.zeros((len(keys), steps), dtype=torch.int64, device=device)
-        log_probs = torch.zeros((len(keys), steps), device=device)
-        counts = torch.zeros(len(keys), dtype=torch.int64, device=device)
-        ends = torch.tensor(sorted(self.policy.chat.end_ids), device=device)
-        rows = torch.arange(len(keys), device=device)  # which reply each row of the state belongs to
-        alive = torch.ones(len(keys), dtype=torch.bool, device=device)
-        logits = state.logits
-        for step in range(steps):
-            chosen, chosen_log_probs = _choose(logits, uniforms[rows, step], settings)
-            tokens[rows, step] = chosen
-            log_probs[rows, step] = chosen_log_probs
-            counts[rows] += alive
-            alive = alive & ~torch.isin(chosen, ends)
-            running = int(alive.sum())
-            if running == 0 or step == steps - 1:
-                break
-            if running <= _COMPACT_BELOW * len(alive):
-                keep = alive.nonzero().squeeze(-1)
-                rows, chosen, alive = rows[keep], chosen[keep], alive[keep]
-                state.keep(keep)
-            logits = core.logits(state.forward(chosen, step))
-        replies = self._replies(state.prompts, tokens, log_probs, counts)
+        decoding = Decoding(self.policy, state, settings)
+        while decoding.step():
+            pass
+        replies = decoding.replies()
         self.statistics.reply_tokens += sum(len(reply.token_ids) for _, reply in replies)
         self.statistics.decode_seconds += time.perf_counter() - started
         return replies
 
-    def _replies(
-        self, prompts: Sequence[Prompt], tokens: Tensor, log_probs: Tensor, counts: Tensor
-    ) -> list[tuple[int, Reply]]:
-        ids, values, lengths = tokens.tolist(), log_probs.tolist(), counts.tolist()
-        replies, row = [], 0
-        for prompt in prompts:
-            for index in prompt.requests:
-                length = lengths[row]
-                reply = Reply(
-                    token_ids=tuple(ids[row][:length]),
-                    log_probs=tuple(values[row][:length]),
-                    truncated=ids[row][length - 1] not in self.policy.chat.end_ids,
-                    version=self.policy.version,
-                )
-                replies.append((index, reply))
-                row += 1
-        return replies
+
+class Decoding:
+    """Rows that are decoded together, a token a step; inside ``inference_mode`` and ``policy.activated()``.
+
+    Args:
+        policy: Whose weights they are.
+        state: The rows, prefilled.
+        settings: Of all rows.
+        limits: Longest reply of each row, in the order of the rows; None: ``settings.max_new_tokens`` of all.
+    """
+
+    def __init__(
+        self,
+        policy: CausalLM,
+        state: PaddedRows | TreeRows,
+        settings: SamplingSettings,
+        limits: Sequence[int] | None = None,
+    ) -> None:
+        device = policy.core.device
+        self.policy, self.state, self.settings = policy, state, settings
+        self.steps = settings.max_new_tokens
+        keys = [key for prompt in state.prompts for key in prompt.keys]
+        self._uniforms = torch.from_numpy(np.stack([row_uniforms(key, self.steps) for key in keys])).to(device)
+        self.tokens = torch.zeros((len(keys), self.steps), dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros((len(keys), self.steps), device=device)
+        self.counts = torch.zeros(len(keys), dtype=torch.int64, device=device)
+        self._ends = torch.tensor(sorted(policy.chat.end_ids), device=device)
+        self._limits = torch.tensor(limits, device=device) if limits is not None else None
+        self.rows = torch.arange(len(keys), device=device)
+        """Which reply each row of the state belongs to."""
+        self.alive = torch.ones(len(keys), dtype=torch.bool, device=device)
+        self._logits = state.logits
+        self._step = 0
+
+    def step(self) -> bool:
+        """One more token for each row that has not ended; False when it was the last."""
+        step, rows = self._step, self.rows
+        chosen, chosen_log_probs = _choose(self._logits, self._uniforms[rows, step], self.settings)
+        self.tokens[rows, step] = chosen
+        self.log_probs[rows, step] = chosen_log_probs
+        self.counts[rows] += self.alive
+        self.alive = self.alive & ~torch.isin(chosen, self._ends)
+        if self._limits is not None:
+            self.alive = self.alive & (self.counts[rows] < self._limits[rows])
+        self._step += 1
+        running = int(self.alive.sum())
+        if running == 0 or self._step == self.steps:
+            return False
+        if running <= _COMPACT_BELOW * len(self.alive):
+            keep = self.alive.nonzero().squeeze(-1)
+            self.rows, chosen, self.alive = rows[keep], chosen[keep], self.alive[keep]
+            self.state.keep(keep)
+        self._logits = self.policy.core.logits(self.state.forward(chosen, step))
+        return True
+
+    def cancel(self, reply: int) -> None:
+        """Nobody waits for this reply any more: its row ends."""
+        self.alive = self.alive & (self.rows != reply)
+
+    def indices(self) -> list[int]:
+        """The request that each reply answers, in the order of the replies."""
+        return [index for prompt in self.state.prompts for index in prompt.requests]
+
+    def replies(self) -> list[tuple[int, Reply]]:
+        """(Request's index, reply) of all rows, as far as they have come."""
+        ids, values, lengths = self.tokens.tolist(), self.log_probs.tolist(), self.counts.tolist()
+        return [
+            (
+                index,
+                Reply(
+                    token_ids=tuple(ids[row][: lengths[row]]), log_probs=tuple(values[row][: lengths[row]]),
+                    truncated=ids[row][lengths[row] - 1] not in self.policy.chat.end_ids, version=self.policy.version,
+                ),
+            )
+            for row, index in enumerate(self.indices())
+        ]  # fmt: skip
 
 
 def as_sampler(sampler: InProcessSampler) -> Sampler:

@@ -333,6 +333,23 @@ class TrajectoryLog:
 
         self._enqueue(work).result()
 
+    def mark_trained(self, keys: Sequence[str], reason: str) -> int:
+        """Somebody who pulled these items, without a lease, has trained them: no batch will hold them. Idempotent.
+
+        Returns:
+            How many were ready until now.
+        """
+
+        def work(db: sqlite3.Connection) -> int:
+            return sum(
+                db.execute(
+                    "UPDATE items SET status = 'trained', reason = ? WHERE key = ? AND status = 'ready'", (reason, key)
+                ).rowcount
+                for key in keys
+            )
+
+        return self._enqueue(work).result()
+
     def forget(self, lease: Lease, through: int) -> int:
         """Drop the content of what was trained in batches up to ``through`` (those that the oldest kept checkpoint has
         consumed); keys stay, so that a late retry is still a duplicate.
