@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +54,7 @@ __all__ = [
     "read_manifest",
     "rotate",
     "truncate_jsonl",
+    "verify_checkpoint",
     "write_checkpoint",
 ]
 
@@ -312,6 +313,23 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def verify_checkpoint(path: Path) -> tuple[Manifest, str]:
+    """Check that a checkpoint is whole, without reading its tensors into memory.
+
+    Returns:
+        Its manifest, and the BLAKE3 of ``manifest.json``, which names every byte of the checkpoint.
+
+    Raises:
+        CheckpointError: A file is missing, truncated or changed; the message names it.
+    """
+    manifest = read_manifest(path)
+    for name, record in manifest.files.items():
+        problem = _problem(path / name, record)
+        if problem:
+            raise CheckpointError(f"{path / name} {problem}")
+    return manifest, blake3.blake3((path / MANIFEST).read_bytes()).hexdigest()
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint after verifying every file.
 
@@ -362,20 +380,22 @@ def _problem(file: Path, record: FileRecord) -> str:
 # Keeping few
 
 
-def rotate(directory: Path, keep: int, *, best: int | None = None) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints, going by what is on disk. The newest and the best always stay.
+def rotate(directory: Path, keep: int, *, best: int | None = None, pinned: Collection[int] = frozenset()) -> list[Path]:
+    """Remove all but the newest ``keep`` checkpoints, going by what is on disk. The newest, the best and the pinned
+    always stay.
 
     Args:
         directory: ``checkpoints/`` of the run.
         keep: How many of the newest stay, at least 1.
         best: Step of the best checkpoint, which stays besides.
+        pinned: Steps of others that stay, such as those that are published (``publishing.pinned``).
 
     Returns:
         What was removed.
     """
     removed = []
     for path in list_checkpoints(directory)[: -max(keep, 1)]:
-        if checkpoint_step(path) == best:
+        if (step := checkpoint_step(path)) == best or step in pinned:
             continue
         # Renamed first: a kill in the middle must not leave half a checkpoint under its name.
         doomed = directory / f"{TEMPORARY_PREFIX}old-{path.name}"

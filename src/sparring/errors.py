@@ -23,6 +23,10 @@ class CheckpointError(SparringError):
     """A checkpoint is missing, incomplete, tampered with, or belongs to another configuration."""
 
 
+class PublicationError(SparringError):
+    """What a run has published is damaged, missing, or cannot be changed as asked."""
+
+
 class EnvError(SparringError):
     """An environment breaks the contract, or cannot be found."""
 
