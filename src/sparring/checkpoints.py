@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -312,6 +312,18 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def verify_checkpoint(path: Path) -> None:
+    """Every file is there and is what was written.
+
+    Raises:
+        CheckpointError: As :func:`read_checkpoint`.
+    """
+    for name, record in read_manifest(path).files.items():
+        problem = _problem(path / name, record)
+        if problem:
+            raise CheckpointError(f"{path / name}: {problem}")
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint after verifying every file.
 
@@ -362,20 +374,20 @@ def _problem(file: Path, record: FileRecord) -> str:
 # Keeping few
 
 
-def rotate(directory: Path, keep: int, *, best: int | None = None) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints, going by what is on disk. The newest and the best always stay.
+def rotate(directory: Path, keep: int, *, spare: Collection[int] = ()) -> list[Path]:
+    """Remove all but the newest ``keep`` checkpoints, going by what is on disk. The newest always stays.
 
     Args:
         directory: ``checkpoints/`` of the run.
         keep: How many of the newest stay, at least 1.
-        best: Step of the best checkpoint, which stays besides.
+        spare: Steps of checkpoints that stay besides: the best, or those that are served.
 
     Returns:
         What was removed.
     """
     removed = []
     for path in list_checkpoints(directory)[: -max(keep, 1)]:
-        if checkpoint_step(path) == best:
+        if checkpoint_step(path) in spare:
             continue
         # Renamed first: a kill in the middle must not leave half a checkpoint under its name.
         doomed = directory / f"{TEMPORARY_PREFIX}old-{path.name}"
