@@ -146,7 +146,7 @@ def test_latest_and_rotate_go_by_the_disk(tmp_path: Path) -> None:
     (tmp_path / "step-abc").mkdir()
     (tmp_path / ".tmp-step-9999999-x").mkdir()
     assert latest(tmp_path) == tmp_path / "step-1000000"
-    assert [path.name for path in rotate(tmp_path, 2, best=9)] == ["step-000005", "step-000030"]
+    assert [path.name for path in rotate(tmp_path, 2, spare={9})] == ["step-000005", "step-000030"]
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000009", "step-000200", "step-1000000"]
     assert [path.name for path in rotate(tmp_path, 0)] == ["step-000009", "step-000200"]
     assert latest(tmp_path) == tmp_path / "step-1000000"

@@ -16,13 +16,14 @@ from sparring.errors import PublicationError
 from sparring.publishing import (
     HISTORY,
     POINTER,
+    Follower,
     Kind,
     SuiteFigure,
     SuiteResult,
+    checkpoints_in_use,
     current,
     decided,
     history,
-    pinned,
     publish,
     read_pointer,
     reconcile,
@@ -46,7 +47,7 @@ def suite(place: Path, share: float, *, panel: str = "p", missing: bool = False)
     values = tuple(None if missing else float(number < share * len(KEYS)) for number in range(len(KEYS)))
     _, manifest = verify_checkpoint(place)
     figure = SuiteFigure(measures=(values,), higher_is_better=True, unit="share")
-    return SuiteResult(checkpoint=manifest, panel=panel, keys=KEYS, figures={"right": figure}, truncated=0, seconds=0.0)
+    return SuiteResult(checkpoint=manifest, panel=panel, keys=KEYS, figures={"right": figure}, seconds=0.0)
 
 
 def put(run: Path, step: int, share: float, **other: Any) -> Any:
@@ -151,12 +152,39 @@ def test_a_rollback_to_what_was_never_published_or_is_gone_says_so(tmp_path):
     assert current(tmp_path).version == "v1.1"
 
 
+def test_where_the_panel_has_changed_the_published_version_is_measured_on_the_new_one(tmp_path):
+    put(tmp_path, 0, 0.5)
+    assert "panel is not that of" in put(tmp_path, 1, 0.5, panel="q").reason
+    old = suite(tmp_path / "checkpoints/step-000000", 0.9, panel="q")
+    place = checkpoint(tmp_path, 2)
+    worse = publish(tmp_path, place, suite(place, 0.3, panel="q"), version=version(2), baseline=old)
+    assert not worse.published and "right -0.6" in worse.reason
+    place = checkpoint(tmp_path, 3)
+    assert publish(tmp_path, place, suite(place, 0.9, panel="q"), version=version(3), baseline=old).published
+    assert put(tmp_path, 4, 0.9, panel="q").published  # from here on without a baseline
+
+
+def test_a_follower_keeps_what_it_has_while_the_pointer_is_bad(tmp_path):
+    follower = Follower(tmp_path)
+    assert follower.poll() is None and follower.trouble is None
+    put(tmp_path, 0, 0.5)
+    found = follower.poll()
+    follower.serving(found)
+    assert found.version == "v1.0" and follower.poll() is None
+    put(tmp_path, 1, 0.5)
+    good = (tmp_path / POINTER).read_bytes()
+    (tmp_path / POINTER).write_bytes(good[:-20])
+    assert follower.poll() is None and "damaged" in follower.trouble
+    (tmp_path / POINTER).write_bytes(good)
+    assert follower.poll().version == "v1.1"
+
+
 def test_published_checkpoints_outlive_rotation(tmp_path):
     for step in range(9):
         place = checkpoint(tmp_path, step)
         if step % 2 == 0:
             publish(tmp_path, place, suite(place, 0.5), version=version(step))
-    rotate(tmp_path / "checkpoints", 1, pinned=pinned(tmp_path))
+    rotate(tmp_path / "checkpoints", 1, spare=checkpoints_in_use(tmp_path))
     assert [place.name[-1] for place in list_checkpoints(tmp_path / "checkpoints")] == ["0", "2", "4", "6", "8"]
 
 

@@ -380,22 +380,20 @@ def _problem(file: Path, record: FileRecord) -> str:
 # Keeping few
 
 
-def rotate(directory: Path, keep: int, *, best: int | None = None, pinned: Collection[int] = frozenset()) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints, going by what is on disk. The newest, the best and the pinned
-    always stay.
+def rotate(directory: Path, keep: int, *, spare: Collection[int] = ()) -> list[Path]:
+    """Remove all but the newest ``keep`` checkpoints, going by what is on disk. The newest always stays.
 
     Args:
         directory: ``checkpoints/`` of the run.
         keep: How many of the newest stay, at least 1.
-        best: Step of the best checkpoint, which stays besides.
-        pinned: Steps of others that stay, such as those that are published (``publishing.pinned``).
+        spare: Steps of checkpoints that stay besides: the best, or those that are served.
 
     Returns:
         What was removed.
     """
     removed = []
     for path in list_checkpoints(directory)[: -max(keep, 1)]:
-        if (step := checkpoint_step(path)) == best or step in pinned:
+        if checkpoint_step(path) in spare:
             continue
         # Renamed first: a kill in the middle must not leave half a checkpoint under its name.
         doomed = directory / f"{TEMPORARY_PREFIX}old-{path.name}"

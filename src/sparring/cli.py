@@ -32,7 +32,7 @@ class Command:
     words: Words
     summary: str
     config: str | None
-    """Its class in ``sparring.config``; None for a command without settings."""
+    """Its class in ``sparring.config`` or ``sparring.config_live``; None for a command without settings."""
     run: Callable[[list[str]], Any]
     """Takes the arguments after the words; returns what is shown."""
     positional: Words = ()
@@ -48,11 +48,15 @@ class Command:
 
     def load(self, arguments: Sequence[str], *, toml: Path | None = None) -> Any:
         """The configuration that the arguments make."""
-        from sparring import config
+        from sparring.config import load_config
+
+        return load_config(self.config_class(), toml=toml, overrides=arguments, positional=self.positional)
+
+    def config_class(self) -> Any:
+        from sparring import config, config_live
 
         assert self.config is not None
-        cls = getattr(config, self.config)
-        return config.load_config(cls, toml=toml, overrides=arguments, positional=self.positional)
+        return getattr(config, self.config, None) or getattr(config_live, self.config)
 
 
 # What the commands do
@@ -82,6 +86,21 @@ def _train_independent(arguments: list[str]) -> Any:
 
 def _train_selfplay(arguments: list[str]) -> Any:
     return _train("train selfplay", "sparring.loops.selfplay:train_selfplay", arguments)
+
+
+def _train_feed(arguments: list[str]) -> Any:
+    return _train("train feed", "sparring.loops.feed:train_feed", arguments)
+
+
+def _calling(command: str, function: str) -> Callable[[list[str]], Any]:
+    """A command that is one function of its settings."""
+
+    def run(arguments: list[str]) -> Any:
+        from sparring import api
+
+        return api.call(function, COMMANDS[command].load(arguments))
+
+    return run
 
 
 def _warmup(arguments: list[str]) -> Any:
@@ -221,6 +240,59 @@ _ALL = (
             ("--config FILE", "TOML with any of the settings below; options here win over it."),
             ("--resume RUN", "Continue a run from its newest checkpoint, with its own configuration."),
         ),
+    ),
+    Command(
+        words=("train", "feed"),
+        summary="Learn from trajectories that others made, while the model goes on being served.",
+        config="FeedConfig",
+        run=_train_feed,
+        positional=("source",),
+        examples=(
+            "sparring train feed live/log.sqlite --model tiny --run live",
+            "sparring train feed http://127.0.0.1:3000 --token-variable FEED_TOKEN",
+            "sparring train feed live/log.sqlite --resume live",
+        ),
+        more=(
+            ("--config FILE", "TOML with any of the settings below; options here win over it."),
+            ("--resume RUN", "Continue a run from its newest checkpoint, with its own configuration."),
+        ),
+    ),
+    Command(
+        words=("serve", "model"),
+        summary="A model behind an OpenAI-compatible address; what its run publishes is served without a pause.",
+        config="ServeModelConfig",
+        run=_calling("serve model", "sparring.serve:serve_model"),
+        positional=("source",),
+        examples=("sparring serve model live", "sparring serve model tiny --port 0 --adapter-root models"),
+        more=(("--config FILE", "TOML with any of the settings below; options here win over it."),),
+    ),
+    Command(
+        words=("serve", "intake"),
+        summary="Trajectories in over HTTP, each kept once; a proxy that records every call of any OpenAI client.",
+        config="ServeIntakeConfig",
+        run=_calling("serve intake", "sparring.serve:serve_intake"),
+        positional=("log",),
+        examples=("sparring serve intake live/log.sqlite --upstream http://127.0.0.1:8001/v1",),
+        more=(("--config FILE", "TOML with any of the settings below; options here win over it."),),
+        computes=False,
+    ),
+    Command(
+        words=("log",),
+        summary="Look inside a log of trajectories, or erase what one producer sent.",
+        config="LogConfig",
+        run=_calling("log", "sparring.serve:look_into_log"),
+        positional=("log",),
+        examples=("sparring log live/log.sqlite", "sparring log live/log.sqlite --erase somebody --confirm true"),
+        computes=False,
+    ),
+    Command(
+        words=("rollback",),
+        summary="Serve an earlier version of a run again, and withdraw the present one.",
+        config="RollbackConfig",
+        run=_calling("rollback", "sparring.serve:roll_back"),
+        positional=("run",),
+        examples=("sparring rollback live", "sparring rollback live --to v1.20"),
+        computes=False,
     ),
     Command(
         words=("warmup",),
@@ -417,10 +489,10 @@ def help_text(command: Command) -> str:
 
 
 def _setting_blocks(command: Command, width: int) -> list[str]:
-    from sparring import config
+    from sparring.config import describe
 
     groups: dict[str, list[str]] = {}
-    for option in config.describe(getattr(config, command.config or "")):
+    for option in describe(command.config_class()):
         group, dot, _ = option.flag.removeprefix("--").partition(".")
         heading = f"Settings of {group}:" if dot and not option.flag.endswith(".NAME") else "Settings:"
         left = f"{option.flag} {_placeholder(option.type)}"

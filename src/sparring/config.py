@@ -78,8 +78,8 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _at_least("lora.rank", self.rank, 1)
-        _above_zero("lora.alpha", self.alpha)
+        at_least("lora.rank", self.rank, 1)
+        above_zero("lora.alpha", self.alpha)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +97,8 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _at_least("checkpoint.every", self.every, 1)
-        _at_least("checkpoint.keep", self.keep, 1)
+        at_least("checkpoint.every", self.every, 1)
+        at_least("checkpoint.keep", self.keep, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,12 +155,12 @@ class SharedConfig:
     def __post_init__(self) -> None:
         check_types(self)
         for name in ("ticks", "worlds", "agents_per_team", "min_batch"):
-            _at_least(name, getattr(self, name), 1)
-        _common(self.seed, self.threads, self.run)
+            at_least(name, getattr(self, name), 1)
+        check_common(self.seed, self.threads, self.run)
         _reward(self.reward)
-        _sampling(self.sampling)
+        check_sampling(self.sampling)
         _key_values(self.kv)
-        _lora_only_with_adapters(self.adapters, self.lora)
+        check_lora(self.adapters, self.lora)
         for team, player in self.players.items():
             _player(f"players.{team}", player)
         for team in self.trainable:
@@ -215,7 +215,7 @@ class ReadySettings:
         check_types(self)
         for name in ("min_steps", "trajectories", "timeout", "capacity"):
             if getattr(self, name) is not None:
-                _at_least(f"ready.{name}", getattr(self, name), 1)
+                at_least(f"ready.{name}", getattr(self, name), 1)
         if not 0.0 < self.quorum <= 1.0:
             raise ConfigError(f"ready.quorum is {self.quorum!r}: give a share above 0 and at most 1")
 
@@ -239,8 +239,8 @@ class OpponentSettings:
         check_types(self)
         if not 0.0 <= self.share <= 1.0:
             raise ConfigError(f"opponents.share is {self.share!r}: give a share from 0 to 1")
-        _at_least("opponents.every", self.every, 1)
-        _at_least("opponents.keep", self.keep, 1)
+        at_least("opponents.every", self.every, 1)
+        at_least("opponents.keep", self.keep, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,8 +290,8 @@ class IndependentConfig:
     def __post_init__(self) -> None:
         check_types(self)
         for name in ("steps", "copies", "rollout"):
-            _at_least(name, getattr(self, name), 1)
-        _common(self.seed, self.threads, self.run)
+            at_least(name, getattr(self, name), 1)
+        check_common(self.seed, self.threads, self.run)
         if self.critic == "state" and self.algorithm != "mappo":
             raise ConfigError("critic is 'state', but only algorithm = 'mappo' has a critic that sees more: set it")
         if self.overlap and self.ppo.max_version_lag < 1:
@@ -394,21 +394,21 @@ class SelfplayConfig:
             "worlds", "max_steps", "context_edges", "min_hops", "rounds", "generator_steps", "generator_prompts",
             "answerer_steps", "answerer_tasks", "epochs",
         ):  # fmt: skip
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("generator_samples", "answerer_samples"):
-            _at_least(name, getattr(self, name), 2)
-        _at_least("judge_samples", self.judge_samples, 8)
-        _at_least("opponents", self.opponents, 0)
-        _at_least("subagents", self.subagents, 0)
-        _at_least("subagent_steps", self.subagent_steps, 1)
+            at_least(name, getattr(self, name), 2)
+        at_least("judge_samples", self.judge_samples, 8)
+        at_least("opponents", self.opponents, 0)
+        at_least("subagents", self.subagents, 0)
+        at_least("subagent_steps", self.subagent_steps, 1)
         if self.subagents and self.access != "tools":
             raise ConfigError(
                 f"subagents is {self.subagents}: only an answerer with tools has any; write access = 'tools'"
             )
-        _at_least("eval_tasks", self.eval_tasks, 0)
-        _common(self.seed, self.threads, self.run)
-        _sampling(self.generator_sampling)
-        _sampling(self.answerer_sampling)
+        at_least("eval_tasks", self.eval_tasks, 0)
+        check_common(self.seed, self.threads, self.run)
+        check_sampling(self.generator_sampling)
+        check_sampling(self.answerer_sampling)
         if not self.min_hops <= self.max_hops <= 6:
             raise ConfigError(f"max_hops is {self.max_hops}: give at least min_hops = {self.min_hops} and at most 6")
         if self.context_edges < self.max_hops:
@@ -477,11 +477,11 @@ class WarmupConfig:
         check_types(self)
         for name in ("agents_per_team", "examples", "epochs", "batch_size", "micro_batch_tokens"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                at_least(name, getattr(self, name), 1)
         if self.learning_rate is not None:
-            _above_zero("learning_rate", self.learning_rate)
-        _common(self.seed, self.threads, None)
-        _lora_only_with_adapters(self.adapters, self.lora)
+            above_zero("learning_rate", self.learning_rate)
+        check_common(self.seed, self.threads, None)
+        check_lora(self.adapters, self.lora)
         if not self.out.strip():
             raise ConfigError("out is empty: name a directory for the warmed-up model")
 
@@ -515,10 +515,10 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _at_least("situations", self.situations, 1)
-        _common(self.seed, self.threads, None)
+        at_least("situations", self.situations, 1)
+        check_common(self.seed, self.threads, None)
         if self.step is not None:
-            _at_least("step", self.step, 0)
+            at_least("step", self.step, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -542,7 +542,7 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _common(self.seed, self.threads, self.run)
+        check_common(self.seed, self.threads, self.run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -572,8 +572,8 @@ class PlayConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _at_least("agents_per_team", self.agents_per_team, 1)
-        _common(self.seed, self.threads, None)
+        at_least("agents_per_team", self.agents_per_team, 1)
+        check_common(self.seed, self.threads, None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -614,7 +614,7 @@ class CheckEnvConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        _common(self.seed, None, None)
+        check_common(self.seed, None, None)
 
 
 def check_run_name(name: str) -> None:
@@ -626,21 +626,21 @@ def check_run_name(name: str) -> None:
 # Checks
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"{name} is {value}: give at least {least}")
 
 
-def _above_zero(name: str, value: float) -> None:
+def above_zero(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0.0):
         raise ConfigError(f"{name} is {value!r}: give a finite number above 0")
 
 
-def _common(seed: int, threads: int | None, run: str | None) -> None:
+def check_common(seed: int, threads: int | None, run: str | None) -> None:
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed is {seed}: give a whole number from 0 to 2**63 - 1")
     if threads is not None:
-        _at_least("threads", threads, 1)
+        at_least("threads", threads, 1)
     if run is not None:
         check_run_name(run)
 
@@ -653,12 +653,12 @@ def _reward(name: str) -> None:
         raise ConfigError(f"reward is {name!r}{nearest(name, _REWARDS)}; your own is package.module:function")
 
 
-def _sampling(sampling: SamplingSettings) -> None:
+def check_sampling(sampling: SamplingSettings) -> None:
     check_types(sampling)
-    _above_zero("sampling.temperature", sampling.temperature)
+    above_zero("sampling.temperature", sampling.temperature)
     if not 0.0 < sampling.top_p <= 1.0:
         raise ConfigError(f"sampling.top_p is {sampling.top_p!r}: give a share above 0 and at most 1")
-    _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
+    at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
 
 
 def _key_values(kv: KeyValueSettings) -> None:
@@ -671,10 +671,10 @@ def _key_values(kv: KeyValueSettings) -> None:
         raise ConfigError(f"{missing} is not set: keys and values are both coded, or neither (2, 3, 3.5 or 4 bits)")
     if kv.key_bits is None and kv != KeyValueSettings():
         raise ConfigError("kv.window is set, but nothing is coded: set kv.key_bits and kv.value_bits too")
-    _at_least("kv.window", kv.window, 0)
+    at_least("kv.window", kv.window, 0)
 
 
-def _lora_only_with_adapters(adapters: str, lora: LoraSettings) -> None:
+def check_lora(adapters: str, lora: LoraSettings) -> None:
     if adapters == "none" and lora != LoraSettings():
         raise ConfigError("lora is set, but adapters is 'none' and no adapter is trained: write adapters = 'shared'")
 

@@ -177,6 +177,7 @@ def serve(app: Any, *, host: str, port: int, token: str | None, what: str, rate:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
+        bound.listen(1024)  # whoever reads the address may connect at once
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another port") from error
     config = uvicorn.Config(

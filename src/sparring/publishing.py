@@ -39,7 +39,7 @@ from sparring.types import PolicyVersion
 POINTER, HISTORY, LOCK = "published.json", "publications.jsonl", "publish.lock"
 FORMAT = 1
 KEPT = 5
-"""Publications whose checkpoints are kept for a rollback (:func:`pinned`)."""
+"""Publications whose checkpoints are kept for a rollback (:func:`checkpoints_in_use`)."""
 
 
 class Kind(StrEnum):
@@ -80,7 +80,7 @@ class SuiteFigure:
 class SuiteResult:
     """How one checkpoint did on the quick suite (``evaluation.quick``).
 
-    >>> SuiteResult(checkpoint="ab", panel="cd", keys=("probe-0",), figures={}, truncated=0, seconds=0.1).panel
+    >>> SuiteResult(checkpoint="ab", panel="cd", keys=("probe-0",), figures={}, seconds=0.1).panel
     'cd'
     """
 
@@ -91,9 +91,8 @@ class SuiteResult:
     keys: tuple[str, ...]
     """Of the situations, in order. Twins share a key; the part before the last ``-`` is the kind (see ``Bootstrap``)."""
     figures: Mapping[str, SuiteFigure]
-    truncated: int
-    """Replies that ran into the limit; they count as failures, never as what they might have become."""
     seconds: float
+    """That it took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +233,7 @@ def last_good(run: Path) -> Publication | None:
     return None
 
 
-def pinned(run: Path) -> frozenset[int]:
+def checkpoints_in_use(run: Path) -> frozenset[int]:
     """Steps of the checkpoints of the last publications, for ``checkpoints.rotate``: the published one is among them."""
     steps: dict[int, None] = {}
     newest = read_pointer(run)
@@ -254,7 +253,10 @@ def decided(run: Path, version: PolicyVersion) -> bool:
 # Publishing
 
 
-def publish(run: Path, checkpoint: Path, evaluation: SuiteResult | None, *, version: PolicyVersion) -> Decision:
+def publish(
+    run: Path, checkpoint: Path, evaluation: SuiteResult | None, *, version: PolicyVersion,
+    baseline: SuiteResult | None = None,
+) -> Decision:  # fmt: skip
     """Publish a checkpoint if its quick suite allows it.
 
     It does where no figure is worse than the published version's, nor than the first one's, beyond the 95 % interval of
@@ -266,6 +268,7 @@ def publish(run: Path, checkpoint: Path, evaluation: SuiteResult | None, *, vers
         checkpoint: ``run/checkpoints/step-000123``, whole and renamed.
         evaluation: Of exactly this checkpoint; None never publishes.
         version: Of these weights.
+        baseline: Of the published checkpoint on the candidate's panel, needed where the panel has changed since.
 
     Returns:
         The decision; refusals are in the history too.
@@ -285,6 +288,9 @@ def publish(run: Path, checkpoint: Path, evaluation: SuiteResult | None, *, vers
             _, manifest = verify_checkpoint(checkpoint)
         except CheckpointError as error:
             raise PublicationError(f"not published: {error}") from error
+        if newest is not None and baseline is not None and baseline.checkpoint == newest.manifest:
+            moved = newest.first is None or newest.first.panel != baseline.panel
+            newest = replace(newest, suite=baseline, first=baseline if moved else newest.first)
         reason, changes = _gate(evaluation, manifest, newest, str(version))
         line = Publication(
             serial=newest.serial if newest is not None else 0, kind=Kind.REFUSED, version=str(version), checkpoint=place,
@@ -517,3 +523,54 @@ def _locked(run: Path) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+# Following
+
+
+class Follower:
+    """Notices when a run publishes something else; what a server asks a few times a second.
+
+    Args:
+        run: Its directory.
+
+    Attributes:
+        trouble: Why the newest publication cannot be served; what was served before goes on. None: nothing is wrong.
+    """
+
+    RETRY_SECONDS = 2.0
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.trouble: str | None = None
+        self.serial = 0
+        self._seen: tuple[int, int] | None = None
+        self._again = 0.0
+
+    def poll(self) -> Publication | None:
+        """The publication to serve from now on, or None where nothing has changed.
+
+        Call :meth:`serving` when its weights are loaded, or :meth:`failed`: then it is given again a little later.
+        """
+        try:
+            stat = (self.run / POINTER).stat()
+        except OSError:
+            return None
+        seen = (stat.st_mtime_ns, stat.st_ino)
+        if seen == self._seen and (self.trouble is None or time.monotonic() < self._again):
+            return None
+        self._seen = seen
+        try:
+            found = current(self.run)
+        except PublicationError as error:
+            self.failed(str(error))
+            return None
+        return found if found is not None and found.serial != self.serial else None
+
+    def serving(self, publication: Publication) -> None:
+        """It is served now."""
+        self.serial, self.trouble = publication.serial, None
+
+    def failed(self, why: str) -> None:
+        """It cannot be served; it is tried again after a while."""
+        self.trouble, self._again = why, time.monotonic() + self.RETRY_SECONDS

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sparring import models
 from sparring.checkpoints import Checkpoint, latest, read_checkpoint
 from sparring.config import LoraSettings, SelfplayConfig, SharedConfig, load_config
+from sparring.config_live import FeedConfig
 from sparring.errors import CheckpointError, ConfigError, nearest
 from sparring.rundir import RUNS, find_run
 
@@ -23,12 +24,12 @@ SHARED = "shared"
 """Name of the one policy of a run without adapters per team."""
 
 
-def policy_name(config: SharedConfig, team: str) -> str:
+def policy_name(config: SharedConfig | FeedConfig, team: str) -> str:
     """Which policy plays a team."""
     return team if config.adapters == "per_team" else SHARED
 
 
-def build_policies(config: SharedConfig, teams: Sequence[str], **other: Any) -> dict[str, CausalLM]:
+def build_policies(config: SharedConfig | FeedConfig, teams: Sequence[str], **other: Any) -> dict[str, CausalLM]:
     """The run's policies at their start, by name, for the teams that a policy plays.
 
     ``other`` options of ``CausalLM.load`` (``training``, ``device``) win over the configuration.
@@ -89,10 +90,19 @@ def is_run(name: str | Path) -> bool:
 
 def is_selfplay(run: Path) -> bool:
     """Whether a run is one of self-play, by the settings that only such a run has."""
+    return _has_setting(run, "judge_samples")
+
+
+def is_feed(run: Path) -> bool:
+    """Whether a run is one of ``train feed``."""
+    return _has_setting(run, "suite_env")
+
+
+def _has_setting(run: Path, name: str) -> bool:
     import tomllib
 
     try:
-        return "judge_samples" in tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+        return name in tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{run / 'config.toml'} cannot be read: {error}") from error
 
@@ -103,8 +113,13 @@ def selfplay_config(run: Path) -> SelfplayConfig:
 
 
 def run_config(run: Path) -> SharedConfig:
-    """The configuration a run was started with."""
+    """The configuration that a run of ``train shared`` was started with."""
     return load_config(SharedConfig, toml=run / "config.toml", overrides=())
+
+
+def feed_config(run: Path) -> FeedConfig:
+    """The configuration that a run of ``train feed`` was started with."""
+    return load_config(FeedConfig, toml=run / "config.toml", overrides=())
 
 
 def find_checkpoint(run: Path, step: int | None = None) -> Path:
@@ -152,7 +167,7 @@ def load_policy(name: str | Path, /, *, policy: str | None = None, step: int | N
     if is_selfplay(run):
         built = build_selfplay_policies(selfplay_config(run), **options)
     else:
-        config = run_config(run)
+        config = feed_config(run) if is_feed(run) else run_config(run)
         built = build_policies(config, [wanted] if config.adapters == "per_team" else [SHARED], **options)
     restore_policies({wanted: built[wanted]}, checkpoint)
     return built[wanted]

@@ -126,7 +126,7 @@ class InProcessSampler:
         with torch.inference_mode(), self.policy.activated():
             waiting = by_prompt(requests)
             while waiting:
-                rows = self._rows(waiting, settings.max_new_tokens)
+                rows = self.rows(waiting, settings.max_new_tokens)
                 taken = {id(prompt) for prompt in rows.prompts}
                 waiting = [prompt for prompt in waiting if id(prompt) not in taken]
                 self.statistics.prefilled_tokens += rows.prefilled
@@ -137,7 +137,7 @@ class InProcessSampler:
         self.statistics.prompt_tokens += sum(len(request.prompt_ids) for request in requests)
         return [reply for reply in replies if reply is not None]
 
-    def _rows(self, waiting: Sequence[Prompt], new_tokens: int) -> PaddedRows | TreeRows:
+    def rows(self, waiting: Sequence[Prompt], new_tokens: int) -> PaddedRows | TreeRows:
         """The next rows to decode together, prefilled: as a tree where what they share is worth it."""
         core = self.policy.core
         total = sum(len(prompt.ids) * len(prompt.requests) for prompt in waiting)
@@ -198,11 +198,11 @@ class Decoding:
         """Which reply each row of the state belongs to."""
         self.alive = torch.ones(len(keys), dtype=torch.bool, device=device)
         self._logits = state.logits
-        self._step = 0
+        self.done_steps = 0
 
     def step(self) -> bool:
         """One more token for each row that has not ended; False when it was the last."""
-        step, rows = self._step, self.rows
+        step, rows = self.done_steps, self.rows
         chosen, chosen_log_probs = _choose(self._logits, self._uniforms[rows, step], self.settings)
         self.tokens[rows, step] = chosen
         self.log_probs[rows, step] = chosen_log_probs
@@ -210,9 +210,9 @@ class Decoding:
         self.alive = self.alive & ~torch.isin(chosen, self._ends)
         if self._limits is not None:
             self.alive = self.alive & (self.counts[rows] < self._limits[rows])
-        self._step += 1
+        self.done_steps += 1
         running = int(self.alive.sum())
-        if running == 0 or self._step == self.steps:
+        if running == 0 or self.done_steps == self.steps:
             return False
         if running <= _COMPACT_BELOW * len(self.alive):
             keep = self.alive.nonzero().squeeze(-1)

@@ -36,6 +36,10 @@ def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
     _require(value in valid, name, value, f"choose one of {', '.join(valid)}")
 
 
+SMALL_MODEL = 20_000_000
+"""Numbers below which a model is small: it was made here, and learns at higher rates."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings:
     """How rewards become advantages, per policy and team, from the whole batch. ``kind="group", scale="none"`` is
@@ -376,6 +380,15 @@ class PPOSettings:
         for name in ("value_coefficient", "entropy_coefficient"):
             _not_negative(f"ppo.{name}", getattr(self, name))
         _require(self.max_version_lag >= 0, "ppo.max_version_lag", self.max_version_lag, "give 0 or more updates")
+
+
+def usual_learning_rate(parameters: int, *, adapters: bool) -> float:
+    """What ``optimizer.learning_rate`` None stands for in reinforcement learning.
+
+    >>> usual_learning_rate(1_000_000, adapters=False)
+    0.0004
+    """
+    return 4e-4 if parameters < SMALL_MODEL else 1e-4 if adapters else 1e-5
 
 
 def check_gate_and_loss(gate: GateSettings, loss: LossSettings) -> None:

@@ -28,6 +28,7 @@ from sparring.learning.batch import split_stale, to_experiences
 from sparring.learning.gate import Gate, GateDecision, GateState
 from sparring.learning.optimizers import NamedOptimizer, OptimizerState, optimizer_state
 from sparring.learning.saved import learner_tensors, restore_learners
+from sparring.learning.settings import usual_learning_rate
 from sparring.learning.step import learner_step
 from sparring.loops.rollout import (
     BotPlayer,
@@ -48,7 +49,7 @@ from sparring.loops.rollout import (
     save_turn,
 )
 from sparring.metrics import MetricsWriter, Progress, Transcript, collapse_alarms
-from sparring.policies.causal_lm import SMALL_MODEL, CausalLM
+from sparring.policies.causal_lm import CausalLM
 from sparring.rewards.load import RewardFunction, load_reward
 from sparring.rundir import RunDirectory, Session, stop_on_signals
 from sparring.runs import build_policies, load_policy, policy_name, restore_policies, tensor_file
@@ -299,7 +300,7 @@ def _with_learning_rate(config: SharedConfig, trained: Sequence[CausalLM]) -> Sh
     if config.optimizer.learning_rate is not None or not trained:
         return config
     size = max(policy.parameter_count for policy in trained)
-    rate = 4e-4 if size < SMALL_MODEL else 1e-5 if config.adapters == "none" else 1e-4
+    rate = usual_learning_rate(size, adapters=config.adapters != "none")
     return replace(config, optimizer=replace(config.optimizer, learning_rate=rate))
 
 

@@ -26,10 +26,10 @@ from sparring.envs.load import load_env
 from sparring.errors import ConfigError, PromptError, nearest
 from sparring.files import write_atomic
 from sparring.inference.sampler import InProcessSampler
-from sparring.learning.settings import OptimizerSettings
+from sparring.learning.settings import SMALL_MODEL, OptimizerSettings
 from sparring.learning.supervised import reply_row, supervised_epochs
 from sparring.loops.rollout import Stopwatch, Table, open_table, prompt_ids
-from sparring.policies.causal_lm import SMALL_MODEL, CausalLM
+from sparring.policies.causal_lm import CausalLM
 from sparring.policies.contract import SampleRequest, ScoreRow
 from sparring.runs import lora_settings
 from sparring.tokens.chat import ChatMessage

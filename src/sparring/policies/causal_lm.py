@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sparring.errors import CheckpointError, ConfigError, ModelError, nearest
@@ -18,9 +19,6 @@ from sparring.policies.loading import load_model
 from sparring.policies.memory import MemoryEstimate
 from sparring.tokens.chat import ChatTokenizer
 from sparring.types import PolicyVersion
-
-SMALL_MODEL = 20_000_000
-"""Numbers below which a model learns fast enough, and forgets little enough, for larger learning rates by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +172,35 @@ class CausalLM:
         if state is not None:
             self.adapter(name).load_state(state)
         return self.adapter(name)
+
+    def load_adapter(self, name: str, directory: Path) -> CausalLM:
+        """A PEFT adapter from its directory, put on this model beside what is there, as a policy that only replies.
+
+        Raises:
+            ModelError: The directory holds no LoRA adapter of this model.
+            ConfigError: The name is taken or cannot name an adapter.
+        """
+        from peft import LoraConfig
+        from safetensors.torch import load_file
+
+        if not (directory / "adapter_model.safetensors").is_file():
+            raise ModelError(f"{directory}: no adapter_model.safetensors in it; give a PEFT adapter's directory")
+        try:
+            config = LoraConfig.from_pretrained(str(directory))
+            state = load_file(str(directory / "adapter_model.safetensors"))
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            raise ModelError(f"{directory}: the adapter cannot be read: {str(error)[:200]}") from error
+        try:
+            self.core.add_adapter(name, config, trainable=False)
+        except ValueError as error:
+            raise ModelError(f"{directory}: the adapter does not fit this model: {str(error)[:200]}") from error
+        view = CausalLM(self.core, self.chat, name=name, adapter_name=name, version=self.version, source=str(directory))
+        try:
+            view.load_state(state)
+        except CheckpointError as error:
+            self.core.remove_adapter(name)
+            raise ModelError(f"{directory}: the adapter does not fit this model: {error}") from error
+        return view
 
     def adapter(self, name: str) -> CausalLM:
         """The policy of one adapter: the same base, its own trainable parameters, name and version.

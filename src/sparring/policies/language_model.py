@@ -317,6 +317,19 @@ class LanguageModel:
         self._adapters[name] = trainable
         self._restore_gradients()
 
+    def remove_adapter(self, name: str) -> None:
+        """Take an adapter off the model and free its numbers.
+
+        Raises:
+            ConfigError: There is none of this name.
+        """
+        if name not in self._adapters:
+            raise ConfigError(f"there is no adapter {name!r}")
+        if self._active == name:
+            self._switch(None)
+        del self._adapters[name]
+        self._peft.delete_adapter(name)
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters, in the order they were added."""

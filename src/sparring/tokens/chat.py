@@ -207,8 +207,11 @@ class ChatTokenizer:
                 candidate = tuple(tail[: ends[0] + 1])
                 if self.decode(candidate) == reply:
                     return prompt, candidate
-        ids = self._any.encode(reply, add_special_tokens=False, split_special_tokens=True)
-        return prompt, (*(int(i) for i in ids), self.end_of_turn_id)
+        return prompt, (*self.encode_text(reply), self.end_of_turn_id)
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Ids of a plain text, without a template; special tokens in it are text."""
+        return tuple(int(i) for i in self._any.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     # Replies
 
