@@ -55,8 +55,12 @@ class ServeModelConfig:
     """Requests that wait; more are answered 429."""
     most_new_tokens: int = 4096
     """Longest reply that a request may ask for."""
+    cache_megabytes: int = 2048
+    """Keys and values of the requests that are decoded, for each version that is in use; who does not fit waits."""
     adapter_root: Path | None = None
-    """Directory below which /v1/load_lora_adapter may load; none refuses all."""
+    """Directory below which /v1/load_lora_adapter may load (no links, no ..); none refuses all."""
+    most_adapters: int = 16
+    """Adapters that may be loaded at once."""
     poll_seconds: float = 0.2
     """How often the run's publications are looked at."""
     device: Device = "cpu"
@@ -68,7 +72,7 @@ class ServeModelConfig:
         check_types(self)
         _address(self.host, self.port, self.rate)
         check_common(0, self.threads, None)
-        for name in ("most_running", "most_waiting", "most_new_tokens"):
+        for name in ("most_running", "most_waiting", "most_new_tokens", "cache_megabytes", "most_adapters"):
             at_least(name, getattr(self, name), 1)
         above_zero("poll_seconds", self.poll_seconds)
 

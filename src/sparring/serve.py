@@ -7,13 +7,13 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparring.config_live import LogConfig, RollbackConfig, ServeIntakeConfig, ServeModelConfig
-from sparring.errors import ConfigError, SparringError
+from sparring.errors import CheckpointError, ConfigError, PublicationError, SparringError
 from sparring.http import serve, token_from
 from sparring.publishing import Follower, Publication, last_good, rollback
 from sparring.rundir import find_run
@@ -21,6 +21,7 @@ from sparring.rundir import find_run
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from sparring.inference.server import ModelServer
     from sparring.policies.causal_lm import CausalLM
 
 
@@ -28,56 +29,39 @@ def serve_model(config: ServeModelConfig) -> None:
     """``sparring serve model``: until it is stopped.
 
     Raises:
-        ConfigError, ModelError, CheckpointError: Before it listens.
+        ConfigError, ModelError, CheckpointError, PublicationError: Before it listens.
     """
     from sparring.inference.engine import Engine, use_threads
     from sparring.inference.server import ModelServer, ServerLimits
-    from sparring.runs import is_run
+    from sparring.runs import is_run, load_policy
 
     if config.threads is not None:
         use_threads(config.threads)
     token = token_from(config.token_variable)
     run = find_run(config.source) if is_run(config.source) else None
     follower = Follower(run) if run is not None else None
-    policy = None
-    if run is not None and follower is not None:
-        published = follower.poll()
-        policy = _published(run, published, config) if published is not None else None
-        if follower.trouble is not None:
-            print(f"sparring: {follower.trouble}", file=sys.stderr, flush=True)
+    policy = _first(run, follower, config) if run is not None and follower is not None else None
     if policy is None:
-        from sparring.runs import load_policy
-
         policy = load_policy(config.source, training=False, device=config.device)
-    load, unload = (None, None) if config.adapter_root is None else _adapter_loading(policy)
+    takes_adapters = config.adapter_root is not None
     server = ModelServer(
-        policy, alias=config.alias, engine=Engine(most_running=config.most_running, most_waiting=config.most_waiting),
-        limits=ServerLimits(most_new_tokens=config.most_new_tokens, adapter_root=config.adapter_root),
-        load_adapter=load, unload_adapter=unload,
+        policy, alias=config.alias,
+        engine=Engine(
+            most_running=config.most_running, most_waiting=config.most_waiting, cache_bytes=config.cache_megabytes << 20
+        ),
+        limits=ServerLimits(
+            most_new_tokens=config.most_new_tokens, most_adapters=config.most_adapters, adapter_root=config.adapter_root
+        ),
+        read_adapter=_reader(policy) if takes_adapters else None,
     )  # fmt: skip
+    server.trouble = follower.trouble if follower is not None else None
     stop = threading.Event()
-
-    def follow() -> None:
-        """Publications are loaded beside, in a thread of their own; what runs goes on."""
-        assert run is not None and follower is not None
-        told: str | None = None
-        while not stop.wait(config.poll_seconds):
-            published = follower.poll()
-            if published is not None:
-                try:
-                    server.swap(_published(run, published, config))
-                    print(f"serving {published.version}", file=sys.stderr, flush=True)
-                except SparringError as error:
-                    follower.trouble = f"{published.version} cannot be loaded: {error}; what was served goes on"
-            if follower.trouble is not None and follower.trouble != told:
-                told = follower.trouble
-                print(f"sparring: {told}", file=sys.stderr, flush=True)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        thread = threading.Thread(target=follow, name="follower", daemon=True) if follower is not None else None
-        if thread is not None:
-            thread.start()
+        if run is not None and follower is not None:
+            arguments = (run, follower, server, config, stop)
+            threading.Thread(target=_follow, args=arguments, name="follower", daemon=True).start()
         try:
             yield
         finally:
@@ -85,13 +69,92 @@ def serve_model(config: ServeModelConfig) -> None:
             await asyncio.to_thread(server.engine.close)
 
     serve(
-        server.app(lifespan=lifespan),
-        host=config.host,
-        port=config.port,
-        token=token,
-        rate=config.rate,
+        server.app(lifespan=lifespan), host=config.host, port=config.port, token=token, rate=config.rate,
         what=server.current.name,
-    )
+    )  # fmt: skip
+
+
+def _say(text: str) -> None:
+    print(f"sparring: {text}", file=sys.stderr, flush=True)
+
+
+def _first(run: Path, follower: Follower, config: ServeModelConfig) -> CausalLM | None:
+    """What a run has published; where that is damaged, the last publication that is whole, and says so. None where the
+    run's loop publishes nothing: then its newest checkpoint is served.
+
+    Raises:
+        PublicationError: Nothing that was published is whole; or nothing was published where publication is guarded.
+    """
+    from sparring.runs import feed_config, is_feed
+
+    published = follower.poll()
+    if published is not None:
+        try:
+            policy = _published(run, published, config)
+            follower.serving(published)
+            return policy
+        except SparringError as error:
+            follower.failed(str(error))
+    if follower.trouble is None:
+        if is_feed(run) and feed_config(run).publish:
+            raise PublicationError(
+                f"{run} has published nothing yet, and only what its suite lets through is served: start "
+                f"`sparring train feed` first, which publishes the weights it starts from"
+            )
+        _say(f"{run} publishes nothing: serving its newest checkpoint, until something is published")
+        return None
+    _say(follower.trouble)
+    good = last_good(run)
+    if good is None:
+        raise PublicationError(f"{follower.trouble}; no earlier publication is whole either")
+    _say(f"serving {good.version}, the last publication that is whole")
+    return _published(run, good, config)
+
+
+def _follow(
+    run: Path, follower: Follower, server: ModelServer, config: ServeModelConfig, stop: threading.Event
+) -> None:
+    """Publications are loaded beside what is served, in a thread of their own; what runs goes on."""
+    told: str | None = server.trouble
+    while not stop.wait(config.poll_seconds):
+        published = follower.poll()
+        if published is not None:
+            try:
+                _put(run, published, server, config)
+                follower.serving(published)
+                _say(f"serving {published.version}")
+            except SparringError as error:
+                follower.failed(f"{published.version} cannot be loaded: {error}; what was served goes on")
+            except Exception as error:  # a bug of ours must not end the following, and not in silence
+                follower.failed(f"{published.version} cannot be loaded ({type(error).__name__}: {error})")
+        server.trouble = follower.trouble
+        if follower.trouble is not None and follower.trouble != told:
+            _say(follower.trouble)
+        told = follower.trouble
+
+
+def _put(run: Path, published: Publication, server: ModelServer, config: ServeModelConfig) -> None:
+    """Weights of a publication into service. An adapter goes onto the base that is there; a whole model beside it."""
+    from sparring.checkpoints import read_checkpoint
+    from sparring.runs import tensor_file
+    from sparring.types import PolicyVersion
+
+    now, version = server.current.policy, PolicyVersion.parse(published.version)
+    if now.adapter_name is None:
+        server.swap(_published(run, published, config), version=version)
+        return
+    state = read_checkpoint(run / published.checkpoint).tensors.get(tensor_file(now.name))
+    if state is None:
+        raise CheckpointError(f"{published.checkpoint} has no policy {now.name!r}")
+    name = f"{now.name}_{published.serial}"
+
+    def put() -> CausalLM:
+        """While nothing is decoded: the model's modules change."""
+        made = now.add_adapter(name, trainable=False, state=state)
+        made.name = now.name
+        return made
+
+    server.swap(server.engine.between_steps(put).result(), version=version)
 
 
 def _published(run: Path, published: Publication, config: ServeModelConfig) -> CausalLM:
@@ -99,23 +162,20 @@ def _published(run: Path, published: Publication, config: ServeModelConfig) -> C
     from sparring.runs import load_policy
     from sparring.types import PolicyVersion
 
-    step = int(published.checkpoint.rpartition("-")[2])
-    policy = load_policy(run, step=step, training=False, device=config.device)
+    policy = load_policy(run, step=published.step, training=False, device=config.device)
     policy.version = PolicyVersion.parse(published.version)
     return policy
 
 
-def _adapter_loading(base: CausalLM) -> tuple[Any, Any]:
-    """How PEFT adapters are put on a model and taken off again."""
+def _reader(base: CausalLM) -> Callable[[Path], Callable[[str], CausalLM]]:
+    """How a PEFT adapter's directory is read, and then put on the model."""
+    from sparring.policies.causal_lm import read_adapter
 
-    def load(name: str, directory: Path) -> CausalLM:
-        return base.load_adapter(name, directory)
+    def read(directory: Path) -> Callable[[str], CausalLM]:
+        config, state = read_adapter(directory)
+        return lambda name: base.put_adapter(name, config, state, source=directory.name)
 
-    def unload(policy: CausalLM) -> None:
-        if policy.adapter_name is not None:
-            base.core.remove_adapter(policy.adapter_name)
-
-    return load, unload
+    return read
 
 
 def serve_intake(config: ServeIntakeConfig) -> None:

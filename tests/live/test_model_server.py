@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from sparring import models
-from sparring.checkpoints import write_checkpoint
+from sparring.checkpoints import verify_checkpoint, write_checkpoint
 from sparring.config import to_toml
 from sparring.config_live import FeedConfig
+from sparring.policies.causal_lm import LoraSettings
 from sparring.policies.contract import ScoreRow
-from sparring.publishing import Change, SuiteResult, current, publish, rollback
+from sparring.publishing import SuiteFigure, SuiteResult, publish, rollback
+from sparring.types import PolicyVersion
 
 ASK = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 12, "temperature": 0.8, "logprobs": True}
 
@@ -139,12 +141,17 @@ def a_run(place: Path, policy: Any, steps: int) -> Path:
     return run
 
 
+KEYS = tuple(f"probe-{number}" for number in range(40))
+
+
 def put(run: Path, step: int, *, worse: bool = False) -> Any:
-    now = current(run)
-    against = now.current.version if now is not None else None
-    change = Change(value=-0.2, low=-0.3, high=-0.1, n=50) if worse else Change(value=0.0, low=-0.1, high=0.1, n=50)
-    suite = SuiteResult(suite="test", against=against, changes={"headline": change} if against else {})
-    return publish(run, version=f"v1.{step}", checkpoint=run / "checkpoints" / f"step-{step:06d}", suite=suite)
+    place = run / "checkpoints" / f"step-{step:06d}"
+    values = tuple(float(number % 2 == 0 and not worse) for number in range(len(KEYS)))
+    figure = SuiteFigure(measures=(values,), higher_is_better=True, unit="share")
+    suite = SuiteResult(
+        checkpoint=verify_checkpoint(place)[1], panel="p", keys=KEYS, figures={"right": figure}, seconds=0.0
+    )
+    return publish(run, place, suite, version=PolicyVersion(incarnation=1, step=step))
 
 
 def test_a_swap_fails_nobody_and_a_kill_heals(start: Any, tmp_path: Path, policy: Any) -> None:
@@ -188,7 +195,7 @@ def test_a_swap_fails_nobody_and_a_kill_heals(start: Any, tmp_path: Path, policy
 
 def test_adapters_only_from_below_the_root(start: Any, tmp_path: Path) -> None:
     root = tmp_path / "adapters"
-    lora = models.load("tiny", lora=__import__("sparring.policies.causal_lm", fromlist=["x"]).LoraSettings(rank=2))
+    lora = models.load("tiny", lora=LoraSettings(rank=2))
     for name, scale in (("one", 0.5), ("two", 2.0)):
         lora.load_state({key: torch.full_like(value, 0.02 * scale) for key, value in lora.state().items()})
         lora.save_adapter(root / name)

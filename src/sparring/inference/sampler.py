@@ -203,7 +203,7 @@ class Decoding:
     def step(self) -> bool:
         """One more token for each row that has not ended; False when it was the last."""
         step, rows = self.done_steps, self.rows
-        chosen, chosen_log_probs = _choose(self._logits, self._uniforms[rows, step], self.settings)
+        chosen, chosen_log_probs = choose(self._logits, self._uniforms[rows, step], self.settings)
         self.tokens[rows, step] = chosen
         self.log_probs[rows, step] = chosen_log_probs
         self.counts[rows] += self.alive
@@ -274,8 +274,8 @@ def draw(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
 
 
-def _choose(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Token of each row, and its log-prob."""
+def choose(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+    """Token of each row (int64, (N,)), and its log-prob (fp32, (N,), nats); logits (N, V), uniforms fp64 (N,)."""
     distribution = log_distribution(logits, settings.temperature, settings.top_p)
     if settings.temperature == 0.0:
         chosen = logits.argmax(dim=-1)

@@ -33,6 +33,54 @@ class Past:
     store: NodeStore
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefilled:
+    """Prompts that were computed, what they share once."""
+
+    tree: PrefixTree
+    store: NodeStore
+    """Keys and values of all nodes."""
+    hidden: Tensor
+    """(P, H): of each prompt's last position, in the order of the prompts."""
+    computed: int
+    """Token positions that were not known before."""
+
+    def remembered(self, recent: Sequence[tuple[int, ...]], past: Past | None) -> Past:
+        """Keys and values of these prompts, out of what was computed now and of an earlier past."""
+        tree = merge(recent)
+        there = NodeStore(tree.size)
+        here = corresponding(tree, self.tree)
+        there.copy(self.store, np.flatnonzero(here >= 0), here[here >= 0])
+        if past is not None:
+            old = np.where(here < 0, corresponding(tree, past.tree), -1)
+            there.copy(past.store, np.flatnonzero(old >= 0), old[old >= 0])
+        return Past(tree=tree, store=there)
+
+
+def prefill(
+    core: LanguageModel, prompts: Sequence[tuple[int, ...]], *, prefill_tokens: int, past: Past | None = None
+) -> Prefilled:
+    """Compute prompts: each distinct prefix once, and none that ``past`` knows (but every prompt's last position)."""
+    tree = merge(prompts)
+    store = NodeStore(tree.size)
+    last = [int(tree.nodes(number)[-1]) for number in range(len(prompts))]
+    fresh = np.ones(tree.size, dtype=bool)
+    if past is not None:
+        known = corresponding(tree, past.tree)
+        known[last] = -1  # its hidden state is wanted, and only keys and values were kept
+        fresh = known < 0
+        store.copy(past.store, np.flatnonzero(~fresh), known[~fresh])
+    tree = split_long(cut(tree, (np.flatnonzero(fresh[1:] != fresh[:-1]) + 1).tolist()), prefill_tokens)
+    place: dict[int, Tensor] = {}
+    asked = set(last)
+    for chunk in chunks(tree.segments, prefill_tokens, fresh=[bool(fresh[s.start]) for s in tree.segments]):
+        first, stop = tree.segments[chunk.start].start, tree.segments[chunk[-1]].stop
+        states = core.tree_hidden(chunk_plan(tree, chunk, store, core.device))
+        place |= {node: states[node - first] for node in asked if first <= node < stop}
+    hidden = torch.stack([place[node] for node in last])
+    return Prefilled(tree=tree, store=store, hidden=hidden, computed=int(fresh.sum()))
+
+
 class TreeRows:
     """Rows decoded together; see ``padded_rows.PaddedRows`` for the other kind.
 
@@ -53,21 +101,12 @@ class TreeRows:
         if kv.coded:
             row = core.vectors_per_position * record_bytes(core.head_size, kv)
         self.prompts = _admitted(waiting, cache_bytes, new_tokens, node_bytes=node, row_bytes=row)
-        tree = merge([prompt.ids for prompt in self.prompts])
-        store = NodeStore(tree.size)
-        last = [int(tree.nodes(number)[-1]) for number in range(len(self.prompts))]
-        fresh = np.ones(tree.size, dtype=bool)
-        if past is not None:
-            known = corresponding(tree, past.tree)
-            known[last] = -1  # its hidden state is wanted, and only keys and values were kept
-            fresh = known < 0
-            store.copy(past.store, np.flatnonzero(~fresh), known[~fresh])
-        tree = split_long(cut(tree, (np.flatnonzero(fresh[1:] != fresh[:-1]) + 1).tolist()), prefill_tokens)
-        hidden = self._prefill(tree, store, last, prefill_tokens, fresh)
+        made = prefill(core, [prompt.ids for prompt in self.prompts], prefill_tokens=prefill_tokens, past=past)
+        tree, store = made.tree, made.store
         repeats = [number for number, prompt in enumerate(self.prompts) for _ in prompt.requests]
-        self.logits = core.logits(hidden[torch.tensor(repeats, device=core.device)])
+        self.logits = core.logits(made.hidden[torch.tensor(repeats, device=core.device)])
         self.lengths = torch.tensor([len(self.prompts[number].ids) for number in repeats], device=core.device)
-        self.prefilled = int(fresh.sum())
+        self.prefilled = made.computed
         self._own, self._rows = self._lay_out(tree, store, repeats)
         self._tree, self._store, self._repeats = tree, store, repeats
         self.prefill_seconds = time.perf_counter() - started
@@ -94,18 +133,6 @@ class TreeRows:
             if stop > start:
                 spans.append(replace(span, start=start, stop=stop))
         self._rows.keep(rows, spans, longest - int(self._own.max()))
-
-    def _prefill(
-        self, tree: PrefixTree, store: NodeStore, wanted: Sequence[int], budget: int, fresh: np.ndarray
-    ) -> Tensor:
-        """All fresh nodes, chunk by chunk; returns the hidden states of the wanted ones."""
-        place: dict[int, Tensor] = {}
-        asked = set(wanted)
-        for chunk in chunks(tree.segments, budget, fresh=[bool(fresh[s.start]) for s in tree.segments]):
-            first, stop = tree.segments[chunk.start].start, tree.segments[chunk[-1]].stop
-            states = self.core.tree_hidden(chunk_plan(tree, chunk, store, self.core.device))
-            place |= {node: states[node - first] for node in asked if first <= node < stop}
-        return torch.stack([place[node] for node in wanted])
 
     def _lay_out(
         self, tree: PrefixTree, store: NodeStore, repeats: Sequence[int]

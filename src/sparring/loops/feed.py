@@ -197,7 +197,9 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
                     return
                 decision = judged(run.path, policy, suite, _place(run, consumed))
                 counts["published" if decision.published else "refused"] += 1
-                progress.note(f"{decision.version} {'published' if decision.published else 'refused'}: {decision.reason}")
+                progress.note(
+                    f"{decision.version} {'published' if decision.published else 'refused'}: {decision.reason}"
+                )
 
             if newest is None:
                 save()  # what is served until something better is there

@@ -180,27 +180,32 @@ class CausalLM:
             ModelError: The directory holds no LoRA adapter of this model.
             ConfigError: The name is taken or cannot name an adapter.
         """
-        from peft import LoraConfig
-        from safetensors.torch import load_file
+        return self.put_adapter(name, *read_adapter(directory), source=str(directory))
 
-        if not (directory / "adapter_model.safetensors").is_file():
-            raise ModelError(f"{directory}: no adapter_model.safetensors in it; give a PEFT adapter's directory")
-        try:
-            config = LoraConfig.from_pretrained(str(directory))
-            state = load_file(str(directory / "adapter_model.safetensors"))
-        except (OSError, ValueError, TypeError, SafetensorError) as error:
-            raise ModelError(f"{directory}: the adapter cannot be read: {str(error)[:200]}") from error
+    def put_adapter(self, name: str, config: Any, state: Mapping[str, Tensor], *, source: str = "") -> CausalLM:
+        """An adapter that was read (:func:`read_adapter`), put on this model; errors as :meth:`load_adapter`."""
         try:
             self.core.add_adapter(name, config, trainable=False)
-        except ValueError as error:
-            raise ModelError(f"{directory}: the adapter does not fit this model: {str(error)[:200]}") from error
-        view = CausalLM(self.core, self.chat, name=name, adapter_name=name, version=self.version, source=str(directory))
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise ModelError(f"{source}: the adapter does not fit this model: {str(error)[:200]}") from error
+        view = CausalLM(self.core, self.chat, name=name, adapter_name=name, version=self.version, source=source)
         try:
             view.load_state(state)
         except CheckpointError as error:
             self.core.remove_adapter(name)
-            raise ModelError(f"{directory}: the adapter does not fit this model: {error}") from error
+            raise ModelError(f"{source}: the adapter does not fit this model: {error}") from error
         return view
+
+    def remove(self) -> None:
+        """Take this policy's adapter off the model and free its numbers; the policy is of no use afterwards.
+
+        Raises:
+            ConfigError: It has no adapter, or it is gone already.
+        """
+        if self.adapter_name is None:
+            raise ConfigError(f"policy {self.name} has no adapter that could be removed")
+        self._views.pop(self.adapter_name, None)
+        self.core.remove_adapter(self.adapter_name)
 
     def adapter(self, name: str) -> CausalLM:
         """The policy of one adapter: the same base, its own trainable parameters, name and version.
@@ -415,6 +420,33 @@ class CausalLM:
         """Write the tokenizer and its chat template."""
         tokenizer: Any = self.chat.tokenizer
         tokenizer.save_pretrained(str(directory))
+
+
+MOST_RANK = 1024
+"""Of adapters that come as files: what they claim is allocated before their tensors are compared with it."""
+
+
+def read_adapter(directory: Path) -> tuple[Any, dict[str, Tensor]]:
+    """A PEFT adapter's configuration and tensors (fp32).
+
+    Raises:
+        ModelError: The directory holds no LoRA adapter that can be read.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+
+    if not (directory / "adapter_model.safetensors").is_file():
+        raise ModelError(f"{directory}: no adapter_model.safetensors in it; give a PEFT adapter's directory")
+    try:
+        config = LoraConfig.from_pretrained(str(directory))
+        state = {
+            name: tensor.float() for name, tensor in load_file(str(directory / "adapter_model.safetensors")).items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise ModelError(f"{directory}: the adapter cannot be read: {str(error)[:200]}") from error
+    if type(config.r) is not int or not 1 <= config.r <= MOST_RANK:
+        raise ModelError(f"{directory}: the adapter's rank is {config.r!r}; this server takes 1 to {MOST_RANK}")
+    return config, state
 
 
 def as_trainable(policy: CausalLM) -> TrainablePolicy:
