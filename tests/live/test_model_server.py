@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,9 +33,9 @@ def policy() -> Any:
     return models.load("tiny", training=False)
 
 
-@pytest.fixture
-def served(start: Any) -> Any:
-    process, url = start("model", "tiny", "--threads", "1", "--most-waiting", "8", "--most-running", "8")
+@pytest.fixture(scope="module")
+def served(started: Any) -> Any:
+    process, url = started("model", "tiny", "--threads", "1", "--most-waiting", "8", "--most-running", "8")
     with httpx.Client(base_url=url, timeout=60.0) as client:
         yield process, client
 
@@ -222,3 +225,97 @@ def test_adapters_only_from_below_the_root(start: Any, tmp_path: Path) -> None:
         assert client.post("/v1/chat/completions", json=ASK | {"model": "p-one"}).status_code == 404
         again = client.post("/v1/chat/completions", json=ASK | {"seed": 3, "temperature": 0.0}).json()
         assert again["choices"][0]["token_ids"] == base["choices"][0]["token_ids"]
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"sparring_{name} ")))
+
+
+def test_who_hangs_up_frees_its_rows_and_odd_requests_never_answer_500(served: Any) -> None:
+    _, client = served
+    long = ASK | {"max_tokens": 900, "temperature": 8.0, "n": 4}
+    with client.stream("POST", "/v1/chat/completions", json=long | {"stream": True}) as stream:
+        next(stream.iter_lines())
+        assert metric(client, "requests_running") >= 1
+    with pytest.raises(httpx.TimeoutException):
+        client.post("/v1/chat/completions", json=long, timeout=0.3)
+    deadline = time.monotonic() + 20
+    while metric(client, "requests_running") + metric(client, "requests_waiting") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert metric(client, "requests_running") == metric(client, "requests_waiting") == 0
+    assert metric(client, "requests_cancelled_total") >= 5
+
+    rng = random.Random(11)
+    base = json.dumps(
+        ASK | {"max_tokens": 2, "stop": ["x"], "seed": 3, "stream": False, "n": 1, "tools": [{"function": {"name": "f"}}],
+               "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}}
+    ).encode()  # fmt: skip
+    odd = [
+        b'"',
+        b"[",
+        b"}",
+        b"1e999",
+        b"null",
+        b"\xff",
+        b"-1",
+        b"\\ud800",
+        b"{" * 400,
+        b"true",
+        b"9" * 30,
+        b"[]",
+        b"{}",
+    ]
+    paths = ["/v1/chat/completions", "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
+    for number in range(400):
+        data = bytearray(base)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(0, 8)] = rng.choice(odd)
+        found = client.post(rng.choice(paths[: 1 + 3 * (number % 4 == 0)]), content=bytes(data), timeout=30.0)
+        assert found.status_code < 500, (number, bytes(data), found.text)
+    assert client.get("/health").status_code == 200
+    assert client.post("/v1/chat/completions", content=b"[" * (9 << 20)).status_code == 413
+
+
+def test_another_address_than_loopback_wants_a_token(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sparring", "serve", "model", "tiny", "--host", "0.0.0.0", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert done.returncode == 2 and "token_variable" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_killed_in_the_middle_of_swaps_it_serves_what_is_published_when_it_is_back(
+    start: Any, tmp_path: Path, policy: Any
+) -> None:
+    run = a_run(tmp_path, policy, 5)
+    put(run, 0)
+    process, url = start("model", "runs/live", "--threads", "1")
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        assert client.get("/health").json()["policy_version"] == "v1.0"
+        put(run, 1)
+        put(run, 2)
+        process.send_signal(signal.SIGKILL)  # it has seen at most one of them
+        process.wait()
+    # Somebody changes a file of the newest publication: it is not served, and the one before is, and that is said.
+    weights = run / "checkpoints" / "step-000002" / "policy-shared.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    _, url = start("model", "runs/live", "--threads", "1")
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+        health = client.get("/health").json()
+        assert health["policy_version"] == "v1.1" and "its hash differs" in health["trouble"]
+        assert metric(client, "publication_ok") == 0
+        weights.write_bytes(whole)  # put right: it is served with no more ado
+        deadline = time.monotonic() + 60
+        while client.get("/health").json()["policy_version"] != "v1.2" and time.monotonic() < deadline:
+            time.sleep(0.1)
+        health = client.get("/health").json()
+        assert health["policy_version"] == "v1.2" and health["trouble"] is None
+        assert client.post("/v1/chat/completions", json=ASK).json()["policy_version"] == "v1.2"
+
+
+def test_a_run_that_guards_its_publications_serves_nothing_before_the_first(tmp_path: Path, policy: Any) -> None:
+    a_run(tmp_path, policy, 1)
+    command = [sys.executable, "-m", "sparring", "serve", "model", "runs/live", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    assert done.returncode == 2 and "has published nothing yet" in done.stderr

@@ -379,12 +379,22 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        """Whatever ends the thread, nobody is left waiting, and ``alive`` says so."""
+        try:
+            self._decode_until_closed()
+        except Exception as error:
+            traceback.print_exception(error, file=sys.stderr)
+        with self._lock:
+            self._closed = True
+        self._stop()
+
+    def _decode_until_closed(self) -> None:
         while True:
             with self._lock:
                 while not (self._waiting or self._running or self._errands or self._closed or self._drained()):
                     self._lock.wait()
                 if self._closed:
-                    break
+                    return
                 errands = list(self._errands)
                 self._errands.clear()
                 drained = self._drained()
@@ -402,7 +412,6 @@ class Engine:
                 self._begin()
                 self._step()
             self.figures.seconds += time.perf_counter() - started
-        self._stop()
 
     def _drained(self) -> list[Loaded]:
         """Retired weights that nothing runs on."""
@@ -513,7 +522,6 @@ class Engine:
             ticket.loaded.uses -= 1
 
     def _stop(self) -> None:
-        self._deactivate()
         stopped = BusyError("the server is stopping")
         for ticket in [*self._waiting, *(t for batch in self._batches.values() for t in batch.tickets)]:
             ticket.notify(stopped)

@@ -362,7 +362,7 @@ class LanguageModel:
         try:
             yield
         finally:
-            self._switch(before)
+            self._switch(before if before in self._adapters else None)  # it may have been removed meanwhile
 
     def _switch(self, name: str | None) -> None:
         if self._peft is None or name == self._active:
