@@ -73,6 +73,7 @@ class LanguageModel:
         self._peft: Any = None
         self._adapters: dict[str, bool] = {}
         self._active: str | None = None
+        self._layers: list[Any] | None = None
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             options = {"use_reentrant": False, "context_fn": self._recompute_contexts}
@@ -315,7 +316,12 @@ class LanguageModel:
         else:
             self._peft.add_adapter(name, lora_config)
         self._adapters[name] = trainable
-        self._restore_gradients()
+        self._layers = None
+        if any(self._adapters.values()):
+            self._restore_gradients()
+        else:
+            self._restore_gradients(name)
+            self._tell_layers(self._active)  # whatever adding has made of them
 
     def remove_adapter(self, name: str) -> None:
         """Take an adapter off the model and free its numbers.
@@ -329,6 +335,8 @@ class LanguageModel:
             self._switch(None)
         del self._adapters[name]
         self._peft.delete_adapter(name)
+        if not any(self._adapters.values()):
+            self._tell_layers(self._active)  # PEFT puts another in the place of the one that it thinks was in use
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -367,6 +375,12 @@ class LanguageModel:
     def _switch(self, name: str | None) -> None:
         if self._peft is None or name == self._active:
             return
+        if not any(self._adapters.values()):
+            # All are frozen (a server's): which one is in use is all that changes, so the layers are told, and PEFT's
+            # walk over every parameter of the model, longer than a small model's forward pass, is left out.
+            self._tell_layers(name)
+            self._active = name
+            return
         if name is None:
             self._peft.base_model.disable_adapter_layers()
         else:
@@ -376,12 +390,27 @@ class LanguageModel:
         self._active = name
         self._restore_gradients()
 
-    def _restore_gradients(self) -> None:
+    def _tell_layers(self, name: str | None) -> None:
+        for layer in self._adapted_layers():
+            layer._disable_adapters = name is None
+            if name is not None:
+                layer._active_adapter = name
+
+    def _adapted_layers(self) -> list[Any]:
+        """PEFT's layers; found again when an adapter was added, which may adapt others."""
+        if self._layers is None:
+            from peft.tuners.tuners_utils import BaseTunerLayer
+
+            self._layers = [module for module in self._peft.modules() if isinstance(module, BaseTunerLayer)]
+        return self._layers
+
+    def _restore_gradients(self, only: str | None = None) -> None:
         """PEFT lets only the active adapter require gradients, and a backward pass that is still to come for another
-        would silently find none; so that is set right after each switch."""
+        would silently find none; so that is set right after each switch (for ``only`` one where none of them learns)."""
         for name, trainable in self._adapters.items():
-            for parameter in self.adapter_parameters(name).values():
-                parameter.requires_grad_(trainable)
+            if only in (None, name):
+                for parameter in self.adapter_parameters(name).values():
+                    parameter.requires_grad_(trainable)
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """A checkpointed layer is computed again under the adapter it ran with, whichever is active by then."""
