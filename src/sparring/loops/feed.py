@@ -193,11 +193,10 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
             def decide() -> None:
                 """Judge the newest checkpoint, unless that was done, and publish it if it is not worse."""
                 version = str(policy.version)
-                if suite is None or version in _judged(run.path):
+                if suite is None or version in _decisions(run.path):
                     return
                 decision = judged(run.path, policy, suite, _place(run, consumed))
                 _note_decision(run.path, version, decision)
-                counts["published" if decision.published else "refused"] += 1
                 progress.note(f"{version} {'published' if decision.published else 'refused'}: {decision.reason}")
 
             if newest is None:
@@ -258,12 +257,12 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
                         remote.mark([item.key for item in batch.items], f"{run.path.name}/{consumed}")
             if consumed > saved_at:
                 save()
-            served = current(run.path)
+            served, decisions = current(run.path), _decisions(run.path)
             final = FeedReport(
                 run=str(run.path), batches=consumed, step=policy.version.step, trajectories=counts["trajectories"],
                 calls=counts["calls"], retokenised=counts["retokenised"], stale=log.counts()["stale"],
                 left_out={key.partition("/")[2]: n for key, n in sorted(counts.items()) if key.startswith("left/")},
-                published=counts["published"], refused=counts["refused"], seconds=watch.seconds(),
+                published=sum(decisions.values()), refused=len(decisions) - sum(decisions.values()), seconds=watch.seconds(),
                 serves=served.current.version if served is not None else None,
                 stopped=config.batches is None or consumed < config.batches, notices=run.notices,
             )  # fmt: skip
@@ -367,9 +366,10 @@ def judged(run: Path, policy: CausalLM, suite: QuickSuite, checkpoint: Path) -> 
     return publish(run, version=str(policy.version), checkpoint=checkpoint, suite=result)
 
 
-def _judged(run: Path) -> set[str]:
+def _decisions(run: Path) -> dict[str, bool]:
+    """Whether each version that was judged was published."""
     path = run / DECISIONS
-    return {str(row["version"]) for row in read_jsonl(path)} if path.exists() else set()
+    return {str(row["version"]): bool(row["published"]) for row in read_jsonl(path)} if path.exists() else {}
 
 
 def _note_decision(run: Path, version: str, decision: Decision) -> None:
