@@ -117,7 +117,7 @@ def test_rewards_come_late_and_are_revised_until_consumed(log: TrajectoryLog) ->
         log.reward("nobody", 1.0)
     with pytest.raises(LogError, match="no call of 'z'"):
         log.reward("s", 1.0, agent="z")
-    assert log.reward("s", 1.0) == 0 and log.reward("s", 2.0) == 1
+    assert log.reward("s", 1.0) == 0 and log.reward("s", 2.0) == 1 and log.reward("s", 2.0) == 1
     assert log.reward("s", 5.0, agent="y") == 0 and log.reward("s", 7.0, call="c3") == 0
     assert log.counts()["ready"] == 0  # not before the end
     log.end("s")
@@ -146,6 +146,26 @@ def test_sessions_that_nobody_ends_expire_by_rule(log: TrajectoryLog) -> None:
     assert log.counts()["ready"] == 1 and log.counts()["unscored"] == 1
     assert log.reward("without", 0.5) == 0  # later than late, and nothing consumed: it counts
     assert log.counts()["ready"] == 2 and log.sessions() == {"expired": 2}
+
+
+def test_pages_follow_the_order_of_becoming_ready(log: TrajectoryLog) -> None:
+    log.append([item("early", session="s", scored=False), item("late")])
+    (only,) = log.page(0, 10)
+    assert only[0].key == "late"
+    log.reward("s", 1.0)
+    log.end("s")
+    assert [found.key for found, _, _ in log.page(only[1], 10)] == ["early"]
+    assert [found.key for found, _, _ in log.page(0, 10)] == ["late", "early"]
+
+
+def test_a_bug_in_one_operation_spoils_no_neighbour(log: TrajectoryLog) -> None:
+    hold = threading.Event()
+    log._enqueue(lambda db: hold.wait(5))
+    bad, good = log._enqueue(lambda db: 1 / 0), log.submit([item("a")])
+    hold.set()
+    assert good.result() == [Verdict.ACCEPTED]
+    with pytest.raises(ZeroDivisionError):
+        bad.result()
 
 
 def test_too_much_is_refused_whole(tmp_path: Path) -> None:

@@ -106,11 +106,13 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
     number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, producer TEXT NOT NULL, kind TEXT NOT NULL,
     agent TEXT NOT NULL, session TEXT, digest BLOB NOT NULL, size INTEGER NOT NULL, body BLOB, scored INTEGER NOT NULL,
-    received REAL NOT NULL, status TEXT NOT NULL, reason TEXT, batch INTEGER, reward REAL
+    received REAL NOT NULL, status TEXT NOT NULL, reason TEXT, batch INTEGER, reward REAL,
+    readied INTEGER
 );
 CREATE INDEX IF NOT EXISTS items_by_status ON items (status, number);
 CREATE INDEX IF NOT EXISTS items_by_session ON items (session) WHERE session IS NOT NULL;
 CREATE INDEX IF NOT EXISTS items_by_batch ON items (batch) WHERE batch IS NOT NULL;
+CREATE INDEX IF NOT EXISTS items_by_readied ON items (readied) WHERE readied IS NOT NULL;
 CREATE INDEX IF NOT EXISTS items_by_producer ON items (producer);
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, producer TEXT NOT NULL, opened REAL NOT NULL, touched REAL NOT NULL, ended TEXT
@@ -133,6 +135,8 @@ CREATE TRIGGER IF NOT EXISTS count_update AFTER UPDATE OF status ON items WHEN O
 END;
 """
 COLUMNS = "number, key, producer, kind, body, agent, session, reward"
+NEXT_READIED = "(SELECT COALESCE(MAX(readied), 0) + 1 FROM items)"
+"""Order of becoming ready: what was sent first may be ready last, and a page must not pass it by."""
 FORMAT = 1
 
 
@@ -167,8 +171,8 @@ def insert(db: sqlite3.Connection, item: NewItem, digest: bytes, now: float) -> 
         touch(db, item.session, item.producer, now)
     ready = item.scored and item.session is None
     db.execute(
-        "INSERT INTO items (key, producer, kind, agent, session, digest, size, body, scored, received, status) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO items (key, producer, kind, agent, session, digest, size, body, scored, received, status, readied) "
+        f"VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NEXT_READIED if ready else 'NULL'})",
         (
             item.key, item.producer, item.kind, item.agent, item.session, digest, len(item.body), item.body, item.scored,
             now, (Status.READY if ready else Status.OPEN).value,
@@ -201,10 +205,14 @@ def settle(db: sqlite3.Connection, session: str) -> None:
         "(SELECT value FROM rewards WHERE session = items.session AND scope = '')) "
         "WHERE session = ? AND status IN ('open', 'ready', 'unscored')", (session,),
     )  # fmt: skip
-    db.execute(
-        "UPDATE items SET status = 'ready', reason = NULL WHERE session = ? AND status IN ('open', 'unscored') "
-        "AND (reward IS NOT NULL OR scored)", (session,),
-    )  # fmt: skip
+    found = db.execute(
+        "SELECT number FROM items WHERE session = ? AND status IN ('open', 'unscored') AND (reward IS NOT NULL OR scored) "
+        "ORDER BY number", (session,),
+    ).fetchall()  # fmt: skip
+    db.executemany(
+        f"UPDATE items SET status = 'ready', reason = NULL, readied = COALESCE(readied, {NEXT_READIED}) WHERE number = ?",
+        found,
+    )
 
 
 def check(db: sqlite3.Connection, lease: Lease) -> None:

@@ -10,7 +10,7 @@ Three ways in:
 - ``POST /sessions/{id}/reward`` and ``/end``, sooner or later, from anywhere; revised until a turn is consumed, then 409.
 
 The Feed API's routes (spec/market.md 1.7) show what came in to trainers that know only those. Its cursor is the order of
-arrival, so that no page skips or repeats what arrives meanwhile (the original filtered by date and by id at once).
+becoming ready, so that no page skips or repeats what arrives meanwhile (the original filtered by date and by id at once).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from starlette.routing import Route
 
 from sparring.http import MOST_BODY_BYTES, RequestError, answer, body_of, handled, json_of
 from sparring.intake.codec import decode as decode_rollouts
-from sparring.intake.trajectory_log import ConflictError, FullError, LogError, NewItem, Status, TrajectoryLog, Verdict
+from sparring.intake.trajectory_log import ConflictError, FullError, LogError, NewItem, TrajectoryLog, Verdict
 from sparring.intake.wire import (
     Call,
     LoggedTrajectory,
@@ -55,7 +55,6 @@ from sparring.intake.wire import (
 
 MOST_ITEMS = 1000
 """Of one request."""
-SHOWN = (Status.READY, Status.BATCHED, Status.TRAINED)
 TEAMS = ("red", "blue", "gray")
 
 
@@ -349,13 +348,13 @@ class Gateway:
         shown: list[dict[str, Any]] = []
         more = True
         while more and len(shown) < limit:
-            page = await asyncio.to_thread(self.log.page, after, limit, (Status.READY,))
+            page = await asyncio.to_thread(self.log.page, after, limit)
             more = len(page) == limit
-            for item, received in page:
+            for item, place, received in page:
                 if len(shown) == limit:
                     more = True
                     break
-                after = item.number
+                after = place
                 if received > since and item.kind == "turns":
                     logged = decode_body(item.body)
                     made = datetime.fromtimestamp(received, UTC).isoformat().replace("+00:00", "Z")

@@ -139,7 +139,7 @@ class TrajectoryLog:
         """Give a session, one agent of it or one call its reward, or revise it. The most specific one counts.
 
         Returns:
-            How often it was revised before: 0 for the first.
+            How often it was revised: 0 for the first; the same again is none.
 
         Raises:
             ConflictError: A turn that it would change was consumed already.
@@ -163,7 +163,7 @@ class TrajectoryLog:
             scope = f"call/{call}" if call is not None else f"agent/{agent}" if agent is not None else ""
             (revisions,) = db.execute(
                 "INSERT INTO rewards VALUES (?, ?, ?, 0) ON CONFLICT (session, scope) "
-                "DO UPDATE SET value = excluded.value, revisions = revisions + 1 RETURNING revisions",
+                "DO UPDATE SET value = excluded.value, revisions = revisions + (value != excluded.value) RETURNING revisions",
                 (session, scope, value),
             ).fetchone()
             db.execute("UPDATE sessions SET touched = ? WHERE id = ?", (time.time(), session))
@@ -420,14 +420,15 @@ class TrajectoryLog:
             )
         ]
 
-    def page(self, after: int, limit: int, statuses: Sequence[Status]) -> list[tuple[Item, float]]:
-        """Items with a number above ``after``, in order, with the time they came (seconds since 1970)."""
-        marks = ", ".join("?" * len(statuses))
+    def page(self, after: int, limit: int) -> list[tuple[Item, int, float]]:
+        """Items that are ready, in the order in which they became so: each with its place in that order, and the time it
+        came (seconds since 1970). ``after`` is the place of the last one seen: none is skipped, whatever becomes ready
+        meanwhile."""
         return [
-            (item_of(row[:8]), float(row[8]))
+            (item_of(row[:8]), int(row[8]), float(row[9]))
             for row in self._read(
-                f"SELECT {COLUMNS}, received FROM items WHERE number > ? AND body IS NOT NULL AND status IN ({marks}) "
-                "ORDER BY number LIMIT ?", (after, *(status.value for status in statuses), limit),
+                f"SELECT {COLUMNS}, readied, received FROM items WHERE readied > ? AND status = 'ready' ORDER BY readied "
+                "LIMIT ?", (after, limit),
             )
         ]  # fmt: skip
 
@@ -490,7 +491,9 @@ class TrajectoryLog:
                 try:
                     done.append((future, work(db), None))
                     db.execute("RELEASE one")
-                except LogError as error:
+                except sqlite3.Error:
+                    raise  # of the file: nobody's operation can be kept
+                except Exception as error:
                     db.execute("ROLLBACK TO one")
                     db.execute("RELEASE one")
                     done.append((future, None, error))
