@@ -20,7 +20,6 @@ from sparring.envs.market import records as r
 from sparring.envs.market.ledger import Ledger
 from sparring.envs.market.state import CENTS, Person, WorldState
 from sparring.envs.market.threads import cash, keyed, vault
-from sparring.envs.market.trading import MILLI
 from sparring.envs.market.world import MarketEnv, apply_action, begin_tick, end_tick
 from sparring.errors import SparringError
 from sparring.types import Outcome, Seat, StepOutcome, TurnId
@@ -91,7 +90,7 @@ class Acted:
     refusal: str | None
     """None where it was carried out."""
     profit: float
-    """Change of the agent's worth by this action alone, credits: cash, vault and positions at their prices."""
+    """Change of the agent's worth by this action alone, credits: cash, vault and what its positions would bring."""
     cash: float
     observation: r.MarketObservation
     """After it."""
@@ -308,13 +307,14 @@ class _Public:
 
 
 def _worth(world: WorldState, person: Person) -> int:
-    """Cents: cash, vault, shares at their prices, margins with what they would bring."""
+    """Cents: cash, vault, what the shares would be sold for, margins with what they would bring. At the price alone, a
+    buyer would seem to have gained what it moved the price by."""
     ledger: Ledger = world.ledger
     total = ledger.balance(cash(person)) + ledger.balance(vault(person))
     sides: tuple[r.Side, ...] = ("yes", "no")
     for market in world.predictions:
         for side in sides:
-            total += round(market.shares(person.id, side) * market.price(side) * CENTS / MILLI)
+            total += round(-market.cost(side, -market.shares(person.id, side)))
     for perp in world.perps:
         total += sum(position.margin + perp.unrealised(position) for position in perp.positions_of(person.id))
     return total

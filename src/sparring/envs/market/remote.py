@@ -7,9 +7,11 @@ since is done once more; digests of the state say that it is the same, and an er
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,7 +78,15 @@ class MarketClient:
         return self._ask("POST", path, kind, msgspec.json.encode(body), query)
 
     def close(self) -> None:
+        """Close the connections."""
         self._http.close()
+
+    def leave(self, world: str) -> None:
+        """Say that a world is no longer needed. What is in nobody's way is not worth waiting for: a server that does not
+        answer drops the world by itself."""
+        with contextlib.suppress(httpx.HTTPError):
+            self._http.post(f"{self.url}/v2/close", params={"world": world}, timeout=2.0)
+        self.close()
 
     def _ask(self, method: str, path: str, kind: type[Any], body: bytes | None, query: Mapping[str, str]) -> Any:
         headers = {"Idempotency-Key": uuid.uuid4().hex, "Content-Type": "application/json"} if method == "POST" else {}
@@ -141,6 +151,7 @@ class RemoteMarket:
         self.settings = settings
         self.client = MarketClient(url, token_variable=token_variable, timeout=timeout, patience=patience)
         self._world = uuid.uuid4().hex
+        self._left = weakref.finalize(self, self.client.leave, self._world)
         self._begun: tuple[str, Mapping[str, Any]] | None = None
         """Route and request by which the episode began here."""
         self._played: list[tuple[Mapping[str, Any], str]] = []
@@ -214,13 +225,8 @@ class RemoteMarket:
     # ---------------------------------------------------------------------------------------------------- parts
 
     def close(self) -> None:
-        """Tell the server that its world is no longer needed."""
-        if self._begun is not None:
-            try:
-                self.client.post("/v2/close", dict, {}, world=self._world)
-            except NotInitialisedError:
-                self._begun = None
-        self.client.close()
+        """Tell the server that its world is no longer needed; done at the latest when the program ends."""
+        self._left()
 
     def _begin(self, path: str, body: Mapping[str, Any]) -> None:
         told = self.client.post(path, wire.BegunWire, {**body, "world": self._world})
