@@ -30,11 +30,14 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class RequestError(SparringError):
-    """A request is refused with this status."""
+    """A request is refused with this status. ``details`` are further fields of the error that is told."""
 
-    def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None, kind: str = "") -> None:
+    def __init__(
+        self, status: int, message: str, *, headers: Mapping[str, str] | None = None, kind: str = "",
+        details: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(message)
-        self.status, self.headers, self.kind = status, dict(headers or {}), kind
+        self.status, self.headers, self.kind, self.details = status, dict(headers or {}), kind, dict(details or {})
 
 
 def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -49,7 +52,8 @@ def refusal(error: RequestError) -> Response:
     kind = error.kind or {401: "authentication_error", 429: "rate_limit_error"}.get(
         error.status, "invalid_request_error"
     )
-    return answer({"error": {"message": str(error), "type": kind, "code": error.status}}, error.status, error.headers)
+    told = {"message": str(error), "type": kind, "code": error.status, **error.details}
+    return answer({"error": told}, error.status, error.headers)
 
 
 def handled(handler: Handler) -> Handler:
