@@ -9,8 +9,9 @@ Three ways in:
   the token ids and log-probs that it sampled. Parallel sub-agents and rewritten histories are branches of their own.
 - ``POST /sessions/{id}/reward`` and ``/end``, sooner or later, from anywhere; revised until a turn is consumed, then 409.
 
-The Feed API's routes (spec/market.md 1.7) show what came in to trainers that know only those. Its cursor is the order of
-arrival, so that no page skips or repeats what arrives meanwhile (the original filtered by date and by id at once).
+The Feed API's routes (spec/market.md 1.7) show what came in to trainers that know only those. Its cursor and its dates are
+the order in which rows became ready, so that no page skips or repeats what arrives, or is rewarded, meanwhile (the
+original filtered by date and by id at once).
 """
 
 from __future__ import annotations
@@ -351,17 +352,17 @@ class Gateway:
         while more and len(shown) < limit:
             page = await asyncio.to_thread(self.log.page, after, limit, (Status.READY,))
             more = len(page) == limit
-            for item, received in page:
+            for item, place, ready_at in page:
                 if len(shown) == limit:
                     more = True
                     break
-                after = item.number
-                if received > since and item.kind == "turns":
+                after = place
+                if ready_at > since and item.kind == "turns":
                     logged = decode_body(item.body)
-                    made = datetime.fromtimestamp(received, UTC).isoformat().replace("+00:00", "Z")
+                    made = datetime.fromtimestamp(ready_at, UTC).isoformat().replace("+00:00", "Z")
                     shown.append(to_feed(item.key, item.number, logged, item.reward, made))
         return answer({
-            "trajectories": shown, "cursor": str(after) if shown else None, "hasMore": more, "count": len(shown),
+            "trajectories": shown, "cursor": str(after) if shown else query.get("cursor"), "hasMore": more, "count": len(shown),
         })  # fmt: skip
 
     async def feed_mark(self, request: Request) -> Response:
