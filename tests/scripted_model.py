@@ -69,6 +69,8 @@ async def complete(request: Request, chat: bool) -> Response:
         reply(asked, chat, 0), ids(prompt_text(asked, chat)), range(asked.get("n") or 1)
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         return JSONResponse({"error": {"message": f"cannot read the request: {error}"}}, 400)
+    if not isinstance(asked.get("model"), str):
+        return JSONResponse({"error": {"message": "model is missing"}}, 400)
     ASKED.append({"body": asked, "authorization": request.headers.get("authorization")})
     if asked["model"] == "refuses" and "return_token_ids" in asked:
         return JSONResponse({"error": {"message": "unrecognized argument: return_token_ids"}}, 400)

@@ -276,6 +276,9 @@ class Gateway:
         )
         if not isinstance(agent, str) or not 0 < len(agent) <= 200 or not agent.isprintable():
             raise RequestError(400, "agent: give 1 to 200 printable characters")
+        check_call(
+            Call(messages=(Message("user", ""),), reply="", **settings_of(document))
+        )  # before the model works for nothing
         wanted_log_probs, streams = bool(document.get("logprobs")), bool(document.get("stream"))
         asked = document | {"return_token_ids": True, "stream": False}
         asked.pop("stream_options", None)
@@ -432,10 +435,7 @@ def session_of(request: Request) -> str:
 def calls_of(document: dict[str, Any], content: dict[str, Any]) -> list[Call]:
     """The calls of an answer, one a choice: with the ids and log-probs of the server, or as text where it gives none."""
     found = []
-    settings: dict[str, Any] = {
-        "temperature": _number(document.get("temperature"), 1.0), "top_p": _number(document.get("top_p"), 1.0),
-        "max_new_tokens": int(_number(document.get("max_completion_tokens", document.get("max_tokens")), 0)),
-    }  # fmt: skip
+    settings = settings_of(document)
     version = content.get("policy_version")
     for choice in content.get("choices") or []:
         said = choice.get("message", {}).get("content") if "message" in choice else choice.get("text")
@@ -455,6 +455,14 @@ def calls_of(document: dict[str, Any], content: dict[str, Any]) -> list[Call]:
         check_call(call)
         found.append(call)
     return found
+
+
+def settings_of(document: dict[str, Any]) -> dict[str, Any]:
+    """The sampling settings of a request, as a call records them."""
+    return {
+        "temperature": _number(document.get("temperature"), 1.0), "top_p": _number(document.get("top_p"), 1.0),
+        "max_new_tokens": int(_number(document.get("max_completion_tokens", document.get("max_tokens")), 0)),
+    }  # fmt: skip
 
 
 def _message(message: Any) -> Message:
