@@ -142,7 +142,12 @@ def test_examples_in_the_help_are_right(
         *("sparring.evaluation.evaluate:evaluate_run", "sparring.evaluation.play:play", "sparring.runs:load_policy"),
         *("sparring.models:export", "sparring.models:add_smollm2", "sparring.envs.load:load_env"),
         "sparring.envs.contract:check_env",
-        *("sparring.loops.feed:train_feed", "sparring.serve:serve_model", "sparring.serve:serve_intake"),
+        *(
+            "sparring.loops.feed:train_feed",
+            "sparring.serve:serve_model",
+            "sparring.serve:serve_intake",
+            "sparring.serve:serve_market",
+        ),
         *("sparring.serve:look_into_log", "sparring.serve:roll_back"),
     ):
         fake(place)

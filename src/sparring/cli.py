@@ -284,7 +284,7 @@ _ALL = (
         examples=(
             "sparring serve market",
             "sparring serve market --env-settings.ticks 50 --host 0.0.0.0 --token-variable SPARRING_MARKET_TOKEN",
-            "sparring train shared --env http://127.0.0.1:8003    (the token: SPARRING_MARKET_TOKEN)",
+            "sparring train shared --env http://127.0.0.1:8003",
         ),
         more=(("--config FILE", "TOML with any of the settings below; options here win over it."),),
         computes=False,

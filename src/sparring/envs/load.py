@@ -30,7 +30,8 @@ def load_env(name: str, *, rules: str = "brief", settings: Mapping[str, object] 
     module_name, colon, class_name = place.partition(":")
     if not colon or not module_name or not class_name:
         raise ConfigError(
-            f"env is {name!r}: name a built-in environment, package.module:Class, or a market server's address{nearest(name, BUILT_IN)}"
+            f"env is {name!r}: name a built-in environment, package.module:Class, or a market server's address"
+            f"{nearest(name, BUILT_IN)}"
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

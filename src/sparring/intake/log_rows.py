@@ -106,13 +106,12 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
     number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, producer TEXT NOT NULL, kind TEXT NOT NULL,
     agent TEXT NOT NULL, session TEXT, digest BLOB NOT NULL, size INTEGER NOT NULL, body BLOB, scored INTEGER NOT NULL,
-    received REAL NOT NULL, status TEXT NOT NULL, reason TEXT, batch INTEGER, reward REAL,
-    readied INTEGER
+    received REAL NOT NULL, status TEXT NOT NULL, reason TEXT, batch INTEGER, reward REAL, shown INTEGER, ready_at REAL
 );
 CREATE INDEX IF NOT EXISTS items_by_status ON items (status, number);
+CREATE UNIQUE INDEX IF NOT EXISTS items_by_shown ON items (shown) WHERE shown IS NOT NULL;
 CREATE INDEX IF NOT EXISTS items_by_session ON items (session) WHERE session IS NOT NULL;
 CREATE INDEX IF NOT EXISTS items_by_batch ON items (batch) WHERE batch IS NOT NULL;
-CREATE INDEX IF NOT EXISTS items_by_readied ON items (readied) WHERE readied IS NOT NULL;
 CREATE INDEX IF NOT EXISTS items_by_producer ON items (producer);
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, producer TEXT NOT NULL, opened REAL NOT NULL, touched REAL NOT NULL, ended TEXT
@@ -128,6 +127,22 @@ CREATE TRIGGER IF NOT EXISTS count_insert AFTER INSERT ON items BEGIN
     INSERT INTO totals VALUES (NEW.status, 1, NEW.size)
         ON CONFLICT (status) DO UPDATE SET items = items + 1, bytes = bytes + NEW.size;
 END;
+CREATE TRIGGER IF NOT EXISTS show_insert AFTER INSERT ON items WHEN NEW.status = 'ready' BEGIN
+    UPDATE items SET (shown, ready_at) = (
+        SELECT COALESCE(MAX(shown), 0) + 1, MAX(
+            (julianday('now') - 2440587.5) * 86400.0,
+            COALESCE((SELECT ready_at FROM items WHERE shown IS NOT NULL ORDER BY shown DESC LIMIT 1), 0) + 0.000001
+        ) FROM items WHERE shown IS NOT NULL
+    ) WHERE number = NEW.number;
+END;
+CREATE TRIGGER IF NOT EXISTS show_update AFTER UPDATE OF status ON items WHEN NEW.status = 'ready' AND NEW.shown IS NULL BEGIN
+    UPDATE items SET (shown, ready_at) = (
+        SELECT COALESCE(MAX(shown), 0) + 1, MAX(
+            (julianday('now') - 2440587.5) * 86400.0,
+            COALESCE((SELECT ready_at FROM items WHERE shown IS NOT NULL ORDER BY shown DESC LIMIT 1), 0) + 0.000001
+        ) FROM items WHERE shown IS NOT NULL
+    ) WHERE number = NEW.number;
+END;
 CREATE TRIGGER IF NOT EXISTS count_update AFTER UPDATE OF status ON items WHEN OLD.status != NEW.status BEGIN
     UPDATE totals SET items = items - 1, bytes = bytes - OLD.size WHERE status = OLD.status;
     INSERT INTO totals VALUES (NEW.status, 1, NEW.size)
@@ -135,9 +150,7 @@ CREATE TRIGGER IF NOT EXISTS count_update AFTER UPDATE OF status ON items WHEN O
 END;
 """
 COLUMNS = "number, key, producer, kind, body, agent, session, reward"
-NEXT_READIED = "(SELECT COALESCE(MAX(readied), 0) + 1 FROM items)"
-"""Order of becoming ready: what was sent first may be ready last, and a page must not pass it by."""
-FORMAT = 1
+FORMAT = 2
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -171,8 +184,8 @@ def insert(db: sqlite3.Connection, item: NewItem, digest: bytes, now: float) -> 
         touch(db, item.session, item.producer, now)
     ready = item.scored and item.session is None
     db.execute(
-        "INSERT INTO items (key, producer, kind, agent, session, digest, size, body, scored, received, status, readied) "
-        f"VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {NEXT_READIED if ready else 'NULL'})",
+        "INSERT INTO items (key, producer, kind, agent, session, digest, size, body, scored, received, status) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             item.key, item.producer, item.kind, item.agent, item.session, digest, len(item.body), item.body, item.scored,
             now, (Status.READY if ready else Status.OPEN).value,
@@ -205,14 +218,10 @@ def settle(db: sqlite3.Connection, session: str) -> None:
         "(SELECT value FROM rewards WHERE session = items.session AND scope = '')) "
         "WHERE session = ? AND status IN ('open', 'ready', 'unscored')", (session,),
     )  # fmt: skip
-    found = db.execute(
-        "SELECT number FROM items WHERE session = ? AND status IN ('open', 'unscored') AND (reward IS NOT NULL OR scored) "
-        "ORDER BY number", (session,),
-    ).fetchall()  # fmt: skip
-    db.executemany(
-        f"UPDATE items SET status = 'ready', reason = NULL, readied = COALESCE(readied, {NEXT_READIED}) WHERE number = ?",
-        found,
-    )
+    db.execute(
+        "UPDATE items SET status = 'ready', reason = NULL WHERE session = ? AND status IN ('open', 'unscored') "
+        "AND (reward IS NOT NULL OR scored)", (session,),
+    )  # fmt: skip
 
 
 def check(db: sqlite3.Connection, lease: Lease) -> None:

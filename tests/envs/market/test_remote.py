@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from market_server import Server, serving
 
+from market_server import Server, serving
 from sparring.envs.check import check_env
 from sparring.envs.load import load_env
 from sparring.envs.market.remote import MarketClient, RemoteMarket
@@ -18,7 +18,9 @@ from sparring.envs.market.world import MarketEnv
 from sparring.errors import ConfigError, EnvError
 from sparring.types import ParseFailure, ParseFailureKind, Seat
 
-SEATS = tuple(Seat(agent=f"a{i:02d}", team=team) for i, team in enumerate(("blue", "red", "gray", "red", "blue", "gray")))
+SEATS = tuple(
+    Seat(agent=f"a{i:02d}", team=team) for i, team in enumerate(("blue", "red", "gray", "red", "blue", "gray"))
+)
 FAILURE = ParseFailure(kind=ParseFailureKind.NO_JSON, detail="no '{' in the reply")
 
 
@@ -101,9 +103,8 @@ def test_another_market_after_a_restart_is_an_error() -> None:
     there.reset(seats=SEATS, seed=5, episode=3)
     list(play(there, ticks=2))
     first.kill()
-    with serving("--env-settings.residents", "9", port=first.port):
-        with pytest.raises(EnvError, match="another there"):
-            there.observe()
+    with serving("--env-settings.residents", "9", port=first.port), pytest.raises(EnvError, match="another there"):
+        there.observe()
 
 
 class Lossy(httpx.BaseTransport):
@@ -134,7 +135,7 @@ def test_lost_answers_are_asked_for_again_and_done_once(server: Server) -> None:
 
 
 def test_errors_say_what_to_do(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="env_settings.tick: "):
+    with pytest.raises(ConfigError, match=r"env_settings\.tick: "):
         load_env(server.url, settings={"tick": 3})
     with pytest.raises(ConfigError, match="NO_SUCH_TOKEN"):
         RemoteMarket(server.url, token_variable="NO_SUCH_TOKEN")

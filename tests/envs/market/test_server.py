@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from market_server import Server, serving
 
+from market_server import Server, serving
 from sparring.envs.market import records as r
 from sparring.envs.market.hosted import ConflictError, EvictedError, Ring
 from sparring.envs.market.state import WorldState
@@ -236,7 +236,9 @@ def test_token() -> None:
         for wrong in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "s3cret"}):
             response = guarded.http.post("/init", json={"seed": 1}, headers=wrong)
             assert response.status_code == 401 and "s3cret" not in response.text
-        assert guarded.http.post("/init", json={"seed": 1}, headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        assert (
+            guarded.http.post("/init", json={"seed": 1}, headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        )
 
 
 def test_other_addresses_want_a_token() -> None:
@@ -436,7 +438,9 @@ def test_idempotency(server: Server) -> None:
     ]
     assert len({answer.content for answer in answers}) == 1 and answers[2].headers["Idempotent-Replay"] == "true"
     assert server.get("/v2/scenarios", world="once")["tickNumber"] == 1
-    other = server.http.post("/v2/tick", json={"missing": "wait"}, params={"world": "once"}, headers={"Idempotency-Key": "k1"})
+    other = server.http.post(
+        "/v2/tick", json={"missing": "wait"}, params={"world": "once"}, headers={"Idempotency-Key": "k1"}
+    )
     assert other.status_code == 409 and other.json()["error"]["type"] == "conflict"
     refused = server.http.post("/v2/tick", json={}, params={"world": "once"}, headers={"Idempotency-Key": "k2"})
     assert refused.status_code == 409
@@ -453,7 +457,9 @@ def test_idempotency(server: Server) -> None:
 
 def test_observations_come_back_whole() -> None:
     env = MarketEnv(ticks=10)
-    env.reset(seats=[Seat(agent=f"a{i}", team=team) for i, team in enumerate(("red", "blue", "gray"))], seed=4, episode=1)
+    env.reset(
+        seats=[Seat(agent=f"a{i}", team=team) for i, team in enumerate(("red", "blue", "gray"))], seed=4, episode=1
+    )
     rng = Random(0)
     while seen := env.observe():
         for agent, observation in seen.items():
@@ -466,7 +472,10 @@ def test_observations_come_back_whole() -> None:
             assert wire.action_from_wire(sent) == moves[agent]
         for outcome in env.step(moves).outcomes:
             assert isinstance(outcome.facts, r.TurnFacts)
-            assert wire.facts_from_wire(json.loads(msgspec.json.encode(wire.facts_to_wire(outcome.facts)))) == outcome.facts
+            assert (
+                wire.facts_from_wire(json.loads(msgspec.json.encode(wire.facts_to_wire(outcome.facts))))
+                == outcome.facts
+            )
 
 
 def test_what_is_no_action_on_the_wire() -> None:

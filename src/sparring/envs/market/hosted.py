@@ -126,9 +126,7 @@ class HostedMarket:
     """Reports and tick at an agent's last action."""
 
     @classmethod
-    def begin(
-        cls, env: MarketEnv, seats: Sequence[Seat], *, seed: int, episode: int, sequential: bool
-    ) -> HostedMarket:
+    def begin(cls, env: MarketEnv, seats: Sequence[Seat], *, seed: int, episode: int, sequential: bool) -> HostedMarket:
         """
         Raises:
             EnvError, ConfigError: See ``MarketEnv.reset``.
@@ -280,9 +278,13 @@ class HostedMarket:
         after = _Public.of(world)
         settled = []
         for one in outcome.outcomes:
-            asked = self.unsettled.pop(one.turn, None) or Asked(action_id=str(one.turn), wire={"type": "wait"}, balance=0)
+            asked = self.unsettled.pop(one.turn, None) or Asked(
+                action_id=str(one.turn), wire={"type": "wait"}, balance=0
+            )
             settled.append(Settled(outcome=one, asked=asked))
-        spoken = world.comments[len(before.comments) :] if world.comments[: len(before.comments)] == before.comments else []
+        spoken = (
+            world.comments[len(before.comments) :] if world.comments[: len(before.comments)] == before.comments else []
+        )
         return Moved(
             tick=world.tick, settled=tuple(settled), comments=tuple(spoken),
             closed=tuple(market for market in before.open if market not in after.open),

@@ -103,7 +103,7 @@ class MarketClient:
                 return self._read(response, path, kind)
             if time.monotonic() + pause > until:
                 if response is not None:
-                    trouble += f": {wire.read_error(response.content).message}"
+                    trouble = f"{trouble}: {wire.read_error(response.content).message}"
                 raise EnvError(f"the market server {self.url} does not serve {path}: {trouble}; is it running?")
             time.sleep(pause)
             pause = min(2.0, 2 * pause)
@@ -135,7 +135,7 @@ class RemoteMarket:
     """
 
     name = "market"
-    teams = TEAMS
+    teams: tuple[str, ...] = TEAMS
     team_rules: Mapping[str, str] = TEAM_RULES
     action_type: object = MarketAction
     facts_type: type = TurnFacts
@@ -260,4 +260,3 @@ class RemoteMarket:
                     f"the market server {self.client.url} was restarted, and tick {number} of the episode is another there: "
                     "its version or settings have changed; reset, or resume from a checkpoint"
                 )  # fmt: skip
-

@@ -214,7 +214,9 @@ class MarketServer:
         asked: wire.InitRequest = wire.read_request(body, wire.InitRequest)
         seats = _seats(asked.number, asked.archetypes)
         settings = {"ticks": LONG_EPISODE, **self.settings}
-        self.old = self._begin(settings, seats, asked.seed, 0, sequential=True, record=self.old.record if self.old else None)
+        self.old = self._begin(
+            settings, seats, asked.seed, 0, sequential=True, record=self.old.record if self.old else None
+        )
         ids = [seat.agent for seat in seats]
         told = {"npc_ids": ids, "archetypes": dict.fromkeys(ids, wire.ARCHETYPE)}
         return answer({"status": "initialized", "seed": asked.seed, **wire.named(tuple(told), told)})
@@ -356,7 +358,9 @@ class MarketServer:
                 raise
             del self.worlds[request.query_params.get("world", MAIN)]
             raise RequestError(
-                409, f"the restored state contradicts itself ({type(error).__name__}): its world was closed", kind="conflict"
+                409,
+                f"the restored state contradicts itself ({type(error).__name__}): its world was closed",
+                kind="conflict",
             ) from error
 
     def snapshot(self, request: Request) -> Response:
