@@ -226,8 +226,6 @@ class FeedConfig:
     loss: LossSettings = field(default_factory=lambda: LossSettings(max_version_lag=50))
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=lambda: CheckpointSettings(every=5))
-    copy_to: str | None = None
-    """Where checkpoints are copied besides (fsspec: s3://..., a directory); a copy that fails is said, and tried again."""
     seed: int = 0
     """Of the gate, the baselines and the suite."""
     device: Device = "cpu"
