@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick bench-memory bench-sb3-venv bench-cartpole bench-stacked bench-kv bench-optimizers token-reversal bench-selfplay bench-swap
+.PHONY: help venv demo demo-full test lint clean bench-farmers bench-venv bench-grpo bench-tick bench-memory bench-sb3-venv bench-cartpole bench-stacked bench-kv bench-optimizers token-reversal bench-selfplay bench-selfplay-seeds bench-intake bench-swap
 
 help: ## Show this list
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -101,6 +101,12 @@ bench-selfplay: $(STAMP) bench-venv ## Measure a round of self-play beside alter
 
 bench-swap: $(STAMP) ## Measure 50 adapter swaps under 16 clients (a minute)
 	$(BIN)/python benchmarks/swap.py
+
+bench-selfplay-seeds: $(STAMP) ## Self-play with the embedded model on three seeds, judged on held-out graphs (an hour)
+	$(BIN)/python benchmarks/selfplay_seeds.py
+
+bench-intake: $(STAMP) ## Measure durable trajectories a second over HTTP, the wait of a batch and memory over a million (minutes)
+	$(BIN)/python benchmarks/intake.py --count 1000000
 
 clean: ## Remove caches and build products (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

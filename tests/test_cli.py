@@ -30,6 +30,7 @@ from sparring.config import (
     WarmupConfig,
     to_toml,
 )
+from sparring.config_live import FeedConfig
 from sparring.errors import ConfigError, TrainingError
 from sparring.learning.settings import GateSettings
 from sparring.types import Outcome, Turn
@@ -130,6 +131,8 @@ def test_examples_in_the_help_are_right(
     (run / "config.toml").write_text(to_toml(SharedConfig()))
     (tmp_path / "runs" / "pole").mkdir()
     (tmp_path / "runs" / "pole" / "config.toml").write_text(to_toml(IndependentConfig()))
+    (tmp_path / "runs" / "live").mkdir()
+    (tmp_path / "runs" / "live" / "config.toml").write_text(to_toml(FeedConfig(source="live/log.sqlite")))
     (tmp_path / "runs" / "duel").mkdir()
     (tmp_path / "runs" / "duel" / "config.toml").write_text(to_toml(SelfplayConfig()))
     for place in (
@@ -139,6 +142,13 @@ def test_examples_in_the_help_are_right(
         *("sparring.evaluation.evaluate:evaluate_run", "sparring.evaluation.play:play", "sparring.runs:load_policy"),
         *("sparring.models:export", "sparring.models:add_smollm2", "sparring.envs.load:load_env"),
         "sparring.envs.contract:check_env",
+        *(
+            "sparring.loops.feed:train_feed",
+            "sparring.serve:serve_model",
+            "sparring.serve:serve_intake",
+            "sparring.serve:serve_market",
+        ),
+        *("sparring.serve:look_into_log", "sparring.serve:roll_back"),
     ):
         fake(place)
     listing = fake("sparring.models:list_models", [])

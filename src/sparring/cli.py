@@ -277,6 +277,19 @@ _ALL = (
         computes=False,
     ),
     Command(
+        words=("serve", "market"),
+        summary="The market over HTTP: the original's routes, and /v2 for any loop (--env http://...).",
+        config="ServeMarketConfig",
+        run=_calling("serve market", "sparring.serve:serve_market"),
+        examples=(
+            "sparring serve market",
+            "sparring serve market --env-settings.ticks 50 --host 0.0.0.0 --token-variable SPARRING_MARKET_TOKEN",
+            "sparring train shared --env http://127.0.0.1:8003",
+        ),
+        more=(("--config FILE", "TOML with any of the settings below; options here win over it."),),
+        computes=False,
+    ),
+    Command(
         words=("log",),
         summary="Look inside a log of trajectories, or erase what one producer sent.",
         config="LogConfig",

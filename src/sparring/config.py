@@ -112,7 +112,7 @@ class SharedConfig:
     model: str = "tiny"
     """Registered name (`sparring models list`), directory, or Hugging Face name."""
     env: str = "market"
-    """Built-in environment, or package.module:Class."""
+    """Built-in environment, package.module:Class, or the address of `sparring serve market` (http://...)."""
     env_settings: Mapping[str, Scalar] = field(default_factory=dict)
     """The environment's own settings, which it checks itself."""
     seed: int = 0

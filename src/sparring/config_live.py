@@ -117,6 +117,39 @@ class ServeIntakeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServeMarketConfig:
+    """``sparring serve market``: markets over HTTP, for clients of the original contract, and for ``--env URL``.
+
+    >>> ServeMarketConfig().port
+    8003
+    """
+
+    env_settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """The market's own settings; a client of /v2 may set others for its own world."""
+    host: str = "127.0.0.1"
+    """Any other address wants token_variable."""
+    port: int = 8003
+    """0 takes a free one."""
+    token_variable: str | None = None
+    """Environment variable that holds the token that clients must send."""
+    rate: float | None = None
+    """Most requests a second, over all clients."""
+    most_worlds: int = 64
+    """Markets of /v2 at once; a loop has one for each of its worlds."""
+    buffer: int = 10_000
+    """Trajectories of a world that are kept for readers."""
+    idle_minutes: float = 60.0
+    """A market that nobody asked for so long makes room for a new one."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _address(self.host, self.port, self.rate)
+        at_least("most_worlds", self.most_worlds, 1)
+        at_least("buffer", self.buffer, 1)
+        above_zero("idle_minutes", self.idle_minutes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
     """``sparring log LOG``: look inside a log of trajectories.
 
@@ -197,8 +230,6 @@ class FeedConfig:
     loss: LossSettings = field(default_factory=lambda: LossSettings(max_version_lag=50))
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=lambda: CheckpointSettings(every=5))
-    copy_to: str | None = None
-    """Where checkpoints are copied besides (fsspec: s3://..., a directory); a copy that fails is said, and tried again."""
     seed: int = 0
     """Of the gate, the baselines and the suite."""
     device: Device = "cpu"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparring.config_live import LogConfig, RollbackConfig, ServeIntakeConfig, ServeModelConfig
+from sparring.config_live import LogConfig, RollbackConfig, ServeIntakeConfig, ServeMarketConfig, ServeModelConfig
 from sparring.errors import CheckpointError, ConfigError, PublicationError, SparringError
 from sparring.http import serve, token_from
 from sparring.publishing import Follower, Publication, last_good, rollback
@@ -194,6 +194,22 @@ def serve_intake(config: ServeIntakeConfig) -> None:
             most_bytes=config.most_megabytes << 20,
         )  # fmt: skip
         serve(gateway.app(), host=config.host, port=config.port, token=token, rate=config.rate, what="intake")
+
+
+def serve_market(config: ServeMarketConfig) -> None:
+    """``sparring serve market``: until it is stopped.
+
+    Raises:
+        ConfigError: Before it listens.
+    """
+    from sparring.envs.market.server import MarketServer
+
+    token = token_from(config.token_variable)
+    server = MarketServer(
+        config.env_settings, most_worlds=config.most_worlds, buffer=config.buffer,
+        idle_seconds=60.0 * config.idle_minutes,
+    )  # fmt: skip
+    serve(server.app(), host=config.host, port=config.port, token=token, rate=config.rate, what="market")
 
 
 # ------------------------------------------------------------------------------------------------------------ operators

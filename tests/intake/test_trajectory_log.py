@@ -117,7 +117,7 @@ def test_rewards_come_late_and_are_revised_until_consumed(log: TrajectoryLog) ->
         log.reward("nobody", 1.0)
     with pytest.raises(LogError, match="no call of 'z'"):
         log.reward("s", 1.0, agent="z")
-    assert log.reward("s", 1.0) == 0 and log.reward("s", 2.0) == 1
+    assert log.reward("s", 1.0) == 0 and log.reward("s", 2.0) == 1 and log.reward("s", 2.0) == 1
     assert log.reward("s", 5.0, agent="y") == 0 and log.reward("s", 7.0, call="c3") == 0
     assert log.counts()["ready"] == 0  # not before the end
     log.end("s")
@@ -136,6 +136,42 @@ def test_rewards_come_late_and_are_revised_until_consumed(log: TrajectoryLog) ->
             late()
     with pytest.raises(ConflictError, match="another producer"):
         log.open_session("s", "somebody")
+
+
+def test_a_reward_that_is_sent_again_changes_nothing_even_when_it_was_consumed(log: TrajectoryLog) -> None:
+    log.append([item("c1", session="s", scored=False)])
+    assert [log.reward("s", 1.0), log.reward("s", 1.0), log.reward("s", 2.0), log.reward("s", 2.0)] == [0, 0, 1, 1]
+    log.end("s")
+    assert keys(log.next_batch(log.lease("one"), 0, least=1, most=9)) == ["c1"]
+    assert log.reward("s", 2.0) == 1  # a retry of an answer that was lost
+    with pytest.raises(ConflictError, match="too late"):
+        log.reward("s", 3.0)
+
+
+def test_no_row_becomes_ready_behind_a_reader_of_pages(log: TrajectoryLog) -> None:
+    log.append([item("late", session="s", scored=False), item("early")])
+    first = log.page(0, 10, (Status.READY,))
+    assert [row.key for row, _, _ in first] == ["early"]
+    log.reward("s", 1.0)
+    log.end("s")
+    second = log.page(first[-1][1], 10, (Status.READY,))
+    assert [row.key for row, _, _ in second] == ["late"]
+    assert second[0][2] > first[0][2]  # by date, too
+
+
+def test_a_bug_in_one_operation_does_not_touch_the_others_of_its_commit(log: TrajectoryLog) -> None:
+    gate = threading.Event()
+    log._enqueue(lambda db: gate.wait(10))
+    bug = log._enqueue(lambda db: [db.execute("UPDATE totals SET items = 99"), 1 / 0])
+    wrong = log._enqueue(lambda db: db.execute("INSERT INTO items (key) VALUES (NULL)"))
+    others = log.submit([item("a")])
+    gate.set()
+    assert others.result() == [Verdict.ACCEPTED]
+    with pytest.raises(ZeroDivisionError):
+        bug.result()
+    with pytest.raises(sqlite3.IntegrityError):
+        wrong.result()
+    assert log.counts()["ready"] == 1
 
 
 def test_sessions_that_nobody_ends_expire_by_rule(log: TrajectoryLog) -> None:

@@ -18,6 +18,7 @@ from loop_toys import differences, final_tensors, metrics, small, transcripts
 from sparring.checkpoints import list_checkpoints
 from sparring.cli import main
 from sparring.errors import ModelError
+from sparring.learning import settings as learning_settings
 from sparring.loops import shared
 from sparring.loops.shared import train_shared
 from sparring.rundir import find_run
@@ -252,7 +253,7 @@ def test_a_small_model_learns_at_its_own_rate_and_the_run_says_so(
 def test_a_large_model_learns_more_slowly(
     adapters: str, rate: float, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "SMALL_MODEL", 1)
+    monkeypatch.setattr(learning_settings, "SMALL_MODEL", 1)
     report = train_shared(small(model, ticks=1, adapters=adapters, optimizer={}))
     assert run_config(find_run(report.run)).optimizer.learning_rate == rate
 

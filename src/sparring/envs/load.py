@@ -16,17 +16,22 @@ BUILT_IN = {"market": "sparring.envs.market.world:MarketEnv"}
 def load_env(name: str, *, rules: str = "brief", settings: Mapping[str, object] | None = None) -> Env:
     """A fresh environment. ``settings`` go to its constructor as keywords; so does ``rules`` to a built-in one.
 
+    An address (``http://...``) is a market server (``sparring serve market``).
+
     Modules are looked for as Python does, and in the working folder.
 
     Raises:
         ConfigError: No such environment, or it does not take the settings.
         EnvError: It lacks a member of the contract.
     """
+    if name.startswith(("http://", "https://")):
+        return _on_server(name, rules, dict(settings or {}))
     place = BUILT_IN.get(name, name)
     module_name, colon, class_name = place.partition(":")
     if not colon or not module_name or not class_name:
         raise ConfigError(
-            f"env is {name!r}: name a built-in environment or package.module:Class{nearest(name, BUILT_IN)}"
+            f"env is {name!r}: name a built-in environment, package.module:Class, or a market server's address"
+            f"{nearest(name, BUILT_IN)}"
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -53,6 +58,15 @@ def load_env(name: str, *, rules: str = "brief", settings: Mapping[str, object] 
         raise EnvError(f"{name} is no environment: it lacks {', '.join(missing)} (see sparring.envs.contract.Env)")
     found: Env = env
     return found
+
+
+def _on_server(url: str, rules: str, settings: dict[str, object]) -> Env:
+    from sparring.envs.market.remote import RemoteMarket
+
+    try:
+        return RemoteMarket(url, rules=rules, **settings)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(f"env_settings: a market server does not take them: {error}") from error
 
 
 MEMBERS = (

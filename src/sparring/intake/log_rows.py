@@ -106,9 +106,10 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
     number INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, producer TEXT NOT NULL, kind TEXT NOT NULL,
     agent TEXT NOT NULL, session TEXT, digest BLOB NOT NULL, size INTEGER NOT NULL, body BLOB, scored INTEGER NOT NULL,
-    received REAL NOT NULL, status TEXT NOT NULL, reason TEXT, batch INTEGER, reward REAL
+    received REAL NOT NULL, status TEXT NOT NULL, reason TEXT, batch INTEGER, reward REAL, shown INTEGER, ready_at REAL
 );
 CREATE INDEX IF NOT EXISTS items_by_status ON items (status, number);
+CREATE UNIQUE INDEX IF NOT EXISTS items_by_shown ON items (shown) WHERE shown IS NOT NULL;
 CREATE INDEX IF NOT EXISTS items_by_session ON items (session) WHERE session IS NOT NULL;
 CREATE INDEX IF NOT EXISTS items_by_batch ON items (batch) WHERE batch IS NOT NULL;
 CREATE INDEX IF NOT EXISTS items_by_producer ON items (producer);
@@ -126,6 +127,22 @@ CREATE TRIGGER IF NOT EXISTS count_insert AFTER INSERT ON items BEGIN
     INSERT INTO totals VALUES (NEW.status, 1, NEW.size)
         ON CONFLICT (status) DO UPDATE SET items = items + 1, bytes = bytes + NEW.size;
 END;
+CREATE TRIGGER IF NOT EXISTS show_insert AFTER INSERT ON items WHEN NEW.status = 'ready' BEGIN
+    UPDATE items SET (shown, ready_at) = (
+        SELECT COALESCE(MAX(shown), 0) + 1, MAX(
+            (julianday('now') - 2440587.5) * 86400.0,
+            COALESCE((SELECT ready_at FROM items WHERE shown IS NOT NULL ORDER BY shown DESC LIMIT 1), 0) + 0.000001
+        ) FROM items WHERE shown IS NOT NULL
+    ) WHERE number = NEW.number;
+END;
+CREATE TRIGGER IF NOT EXISTS show_update AFTER UPDATE OF status ON items WHEN NEW.status = 'ready' AND NEW.shown IS NULL BEGIN
+    UPDATE items SET (shown, ready_at) = (
+        SELECT COALESCE(MAX(shown), 0) + 1, MAX(
+            (julianday('now') - 2440587.5) * 86400.0,
+            COALESCE((SELECT ready_at FROM items WHERE shown IS NOT NULL ORDER BY shown DESC LIMIT 1), 0) + 0.000001
+        ) FROM items WHERE shown IS NOT NULL
+    ) WHERE number = NEW.number;
+END;
 CREATE TRIGGER IF NOT EXISTS count_update AFTER UPDATE OF status ON items WHEN OLD.status != NEW.status BEGIN
     UPDATE totals SET items = items - 1, bytes = bytes - OLD.size WHERE status = OLD.status;
     INSERT INTO totals VALUES (NEW.status, 1, NEW.size)
@@ -133,7 +150,7 @@ CREATE TRIGGER IF NOT EXISTS count_update AFTER UPDATE OF status ON items WHEN O
 END;
 """
 COLUMNS = "number, key, producer, kind, body, agent, session, reward"
-FORMAT = 1
+FORMAT = 2
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -9,8 +9,9 @@ Three ways in:
   the token ids and log-probs that it sampled. Parallel sub-agents and rewritten histories are branches of their own.
 - ``POST /sessions/{id}/reward`` and ``/end``, sooner or later, from anywhere; revised until a turn is consumed, then 409.
 
-The Feed API's routes (spec/market.md 1.7) show what came in to trainers that know only those. Its cursor is the order of
-arrival, so that no page skips or repeats what arrives meanwhile (the original filtered by date and by id at once).
+The Feed API's routes (spec/market.md 1.7) show what came in to trainers that know only those. Its cursor and its dates are
+the order in which rows became ready, so that no page skips or repeats what arrives, or is rewarded, meanwhile (the
+original filtered by date and by id at once).
 """
 
 from __future__ import annotations
@@ -275,6 +276,9 @@ class Gateway:
         )
         if not isinstance(agent, str) or not 0 < len(agent) <= 200 or not agent.isprintable():
             raise RequestError(400, "agent: give 1 to 200 printable characters")
+        check_call(
+            Call(messages=(Message("user", ""),), reply="", **settings_of(document))
+        )  # before the model works for nothing
         wanted_log_probs, streams = bool(document.get("logprobs")), bool(document.get("stream"))
         asked = document | {"return_token_ids": True, "stream": False}
         asked.pop("stream_options", None)
@@ -351,17 +355,17 @@ class Gateway:
         while more and len(shown) < limit:
             page = await asyncio.to_thread(self.log.page, after, limit, (Status.READY,))
             more = len(page) == limit
-            for item, received in page:
+            for item, place, ready_at in page:
                 if len(shown) == limit:
                     more = True
                     break
-                after = item.number
-                if received > since and item.kind == "turns":
+                after = place
+                if ready_at > since and item.kind == "turns":
                     logged = decode_body(item.body)
-                    made = datetime.fromtimestamp(received, UTC).isoformat().replace("+00:00", "Z")
+                    made = datetime.fromtimestamp(ready_at, UTC).isoformat().replace("+00:00", "Z")
                     shown.append(to_feed(item.key, item.number, logged, item.reward, made))
         return answer({
-            "trajectories": shown, "cursor": str(after) if shown else None, "hasMore": more, "count": len(shown),
+            "trajectories": shown, "cursor": str(after) if shown else query.get("cursor"), "hasMore": more, "count": len(shown),
         })  # fmt: skip
 
     async def feed_mark(self, request: Request) -> Response:
@@ -431,10 +435,7 @@ def session_of(request: Request) -> str:
 def calls_of(document: dict[str, Any], content: dict[str, Any]) -> list[Call]:
     """The calls of an answer, one a choice: with the ids and log-probs of the server, or as text where it gives none."""
     found = []
-    settings: dict[str, Any] = {
-        "temperature": _number(document.get("temperature"), 1.0), "top_p": _number(document.get("top_p"), 1.0),
-        "max_new_tokens": int(_number(document.get("max_completion_tokens", document.get("max_tokens")), 0)),
-    }  # fmt: skip
+    settings = settings_of(document)
     version = content.get("policy_version")
     for choice in content.get("choices") or []:
         said = choice.get("message", {}).get("content") if "message" in choice else choice.get("text")
@@ -454,6 +455,14 @@ def calls_of(document: dict[str, Any], content: dict[str, Any]) -> list[Call]:
         check_call(call)
         found.append(call)
     return found
+
+
+def settings_of(document: dict[str, Any]) -> dict[str, Any]:
+    """The sampling settings of a request, as a call records them."""
+    return {
+        "temperature": _number(document.get("temperature"), 1.0), "top_p": _number(document.get("top_p"), 1.0),
+        "max_new_tokens": int(_number(document.get("max_completion_tokens", document.get("max_tokens")), 0)),
+    }  # fmt: skip
 
 
 def _message(message: Any) -> Message:

@@ -64,6 +64,8 @@ __all__ = [
     "Verdict",
 ]  # fmt: skip
 T = TypeVar("T")
+OF_ONE_STATEMENT = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError)
+"""What is wrong with one statement, not with the file."""
 SHARED_COMMIT = 512
 """Most operations that one commit answers."""
 
@@ -139,7 +141,7 @@ class TrajectoryLog:
         """Give a session, one agent of it or one call its reward, or revise it. The most specific one counts.
 
         Returns:
-            How often it was revised before: 0 for the first.
+            How often it was revised before: 0 for the first. The same value again changes nothing, not even this.
 
         Raises:
             ConflictError: A turn that it would change was consumed already.
@@ -158,9 +160,14 @@ class TrajectoryLog:
             found = db.execute(f"SELECT status, COUNT(*) FROM items WHERE {where} GROUP BY status", values).fetchall()
             if not found and (call is not None or agent is not None):
                 raise LogError(f"session {session!r} has no call of {call if call is not None else agent!r}")
+            scope = f"call/{call}" if call is not None else f"agent/{agent}" if agent is not None else ""
+            same = db.execute(
+                "SELECT revisions FROM rewards WHERE session = ? AND scope = ? AND value = ?", (session, scope, value)
+            ).fetchone()
+            if same is not None:
+                return int(same[0])  # sent again: nothing is revised, and nothing is too late
             if any(status not in (Status.OPEN, Status.READY, Status.UNSCORED) for status, _ in found):
                 raise ConflictError(f"the reward of {session!r} comes too late: its turns were consumed")
-            scope = f"call/{call}" if call is not None else f"agent/{agent}" if agent is not None else ""
             (revisions,) = db.execute(
                 "INSERT INTO rewards VALUES (?, ?, ?, 0) ON CONFLICT (session, scope) "
                 "DO UPDATE SET value = excluded.value, revisions = revisions + 1 RETURNING revisions",
@@ -420,14 +427,16 @@ class TrajectoryLog:
             )
         ]
 
-    def page(self, after: int, limit: int, statuses: Sequence[Status]) -> list[tuple[Item, float]]:
-        """Items with a number above ``after``, in order, with the time they came (seconds since 1970)."""
+    def page(self, after: int, limit: int, statuses: Sequence[Status]) -> list[tuple[Item, int, float]]:
+        """Items that became ready after the ``after``-th that did, in that order, each with its place in it and its time
+        (seconds since 1970; rises strictly). Not the order of arrival: a row whose reward comes late would then appear
+        behind a reader that has passed it, and never be seen."""
         marks = ", ".join("?" * len(statuses))
         return [
-            (item_of(row[:8]), float(row[8]))
+            (item_of(row[:8]), int(row[8]), float(row[9]))
             for row in self._read(
-                f"SELECT {COLUMNS}, received FROM items WHERE number > ? AND body IS NOT NULL AND status IN ({marks}) "
-                "ORDER BY number LIMIT ?", (after, *(status.value for status in statuses), limit),
+                f"SELECT {COLUMNS}, shown, ready_at FROM items WHERE shown > ? AND body IS NOT NULL AND status IN ({marks}) "
+                "ORDER BY shown LIMIT ?", (after, *(status.value for status in statuses), limit),
             )
         ]  # fmt: skip
 
@@ -490,14 +499,17 @@ class TrajectoryLog:
                 try:
                     done.append((future, work(db), None))
                     db.execute("RELEASE one")
-                except LogError as error:
+                except (
+                    Exception
+                ) as error:  # a refusal, or a bug: its own caller hears of it, the others are not touched
+                    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, OF_ONE_STATEMENT):
+                        raise  # the file itself cannot be written
                     db.execute("ROLLBACK TO one")
                     db.execute("RELEASE one")
                     done.append((future, None, error))
             db.execute("COMMIT")
         except BaseException as error:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
+            self._undo()
             told = (
                 LogError(f"cannot write the log {self.path}: {explain(error)}; nothing was kept")
                 if isinstance(error, sqlite3.Error)
@@ -511,6 +523,15 @@ class TrajectoryLog:
                 future.set_exception(failed)
             else:
                 future.set_result(result)
+
+    def _undo(self) -> None:
+        """After a failure the file is as the last commit left it; a connection that cannot undo is replaced."""
+        try:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+        except sqlite3.Error:
+            self._writer.close()
+            self._writer = connect(self.path)
 
     def _vacuum(self) -> None:
         """Overwrite freed pages and fold the WAL in, so that what was erased is not left in the file."""

@@ -352,8 +352,8 @@ class _Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def from_training_trace(row: Any, *, agent: str, policy: str = "shared") -> list[PostedTrajectory]:
-    """An OpenEnv ``TrainingTrace`` (schema 1): a turn each, under its ``node_id``. A turn whose mask holds a 0 is refused:
-    what was sampled is trained as a whole.
+    """An OpenEnv ``TrainingTrace`` (schema 1): a turn each, under its ``node_id``. A turn whose mask is all 0 is context; one
+    whose completion is masked in part is refused: what was sampled is trained as a whole.
 
     Raises:
         WireError: A field is missing, doubled or of another type.
@@ -370,13 +370,10 @@ def from_training_trace(row: Any, *, agent: str, policy: str = "shared") -> list
         if turn.node_id in seen:
             raise WireError(f"trace.turns[{index}].node_id: {turn.node_id!r} stands twice")
         seen.add(turn.node_id)
-        if turn.loss_mask is not None and (
-            len(turn.loss_mask) != len(turn.completion_token_ids) or not all(turn.loss_mask)
-        ):
-            raise WireError(f"trace.turns[{index}].loss_mask: give one 1 for each completion token")
         call = Call(
-            prompt_ids=turn.prompt_token_ids, reply_ids=turn.completion_token_ids, log_probs=turn.per_token_logps
-        )
+            prompt_ids=turn.prompt_token_ids, reply_ids=turn.completion_token_ids, log_probs=turn.per_token_logps,
+            purpose="action" if _trains(turn, f"trace.turns[{index}]") else "context",
+        )  # fmt: skip
         one = PostedTrajectory(key=turn.node_id, agent=agent, policy=policy, calls=(call,), reward=trace.reward)
         try:
             check_key(one.key)
@@ -385,6 +382,19 @@ def from_training_trace(row: Any, *, agent: str, policy: str = "shared") -> list
             raise WireError(f"trace.turns[{index}].{error}") from error
         made.append(one)
     return made
+
+
+def _trains(turn: _TraceTurn, where: str) -> bool:
+    """Whether a turn's mask trains it. The mask covers prompt and completion, as OpenEnv's own check has it."""
+    if turn.loss_mask is None:
+        return True
+    prompt, mask = len(turn.prompt_token_ids), turn.loss_mask
+    if len(mask) != prompt + len(turn.completion_token_ids) or not set(mask) <= {0, 1} or any(mask[:prompt]):
+        raise WireError(f"{where}.loss_mask: give a 0 for each prompt token, then a 0 or 1 for each of the completion")
+    trained = set(mask[prompt:])
+    if len(trained) > 1:
+        raise WireError(f"{where}.loss_mask: a completion is trained as a whole or not at all")
+    return trained == {1}
 
 
 def forks(calls: Sequence[tuple[int, ...]]) -> list[int | None]:

@@ -46,7 +46,7 @@ from sparring.loops.rollout import Stopwatch
 from sparring.metrics import MetricsWriter, Progress, Transcript, collapse_alarms
 from sparring.policies.causal_lm import CausalLM
 from sparring.policies.contract import ScoreRow
-from sparring.publishing import Decision, checkpoints_in_use, decided, publish, read_pointer, reconcile
+from sparring.publishing import Decision, Kind, checkpoints_in_use, decided, history, publish, read_pointer, reconcile
 from sparring.rundir import RunDirectory, Session, stop_on_signals
 from sparring.runs import SHARED, build_policies, restore_policies, tensor_file
 from sparring.tokens.chat import ChatMessage
@@ -196,10 +196,8 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
                 if suite is None or decided(run.path, policy.version):
                     return
                 decision = judged(run.path, policy, suite, _place(run, consumed))
-                counts["published" if decision.published else "refused"] += 1
-                progress.note(
-                    f"{decision.version} {'published' if decision.published else 'refused'}: {decision.reason}"
-                )
+                told = "published" if decision.published else "refused"
+                progress.note(f"{decision.version} {told}: {decision.reason}")
 
             if newest is None:
                 save()  # what is served until something better is there
@@ -259,12 +257,12 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
                         remote.mark([item.key for item in batch.items], f"{run.path.name}/{consumed}")
             if consumed > saved_at:
                 save()
-            served = read_pointer(run.path)
+            served, kinds = read_pointer(run.path), Counter(line.kind for line in history(run.path))
             final = FeedReport(
                 run=str(run.path), batches=consumed, step=policy.version.step, trajectories=counts["trajectories"],
                 calls=counts["calls"], retokenised=counts["retokenised"], stale=log.counts()["stale"],
                 left_out={key.partition("/")[2]: n for key, n in sorted(counts.items()) if key.startswith("left/")},
-                published=counts["published"], refused=counts["refused"], seconds=watch.seconds(),
+                published=kinds[Kind.PUBLISHED], refused=kinds[Kind.REFUSED], seconds=watch.seconds(),
                 serves=served.version if served is not None else None,
                 stopped=config.batches is None or consumed < config.batches, notices=run.notices,
             )  # fmt: skip

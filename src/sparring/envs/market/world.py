@@ -108,19 +108,12 @@ class MarketEnv:
             raise EnvError(
                 f"step() takes one action of every agent that observes; missing or unknown: {', '.join(wrong)}"
             )
-        _act(world, actions)
-        answer_all(world)
-        traffic(world)
-        world.tick += 1
-        trading.advance_markets(world, QUESTIONS)
-        deliver(world)
-        expire(world)
-        fill_books(world)
-        spread_gossip(world)
-        world.done = world.tick >= world.rules.ticks
-        outcomes = _settle(world)
-        world.ledger.prune(world.tick - 1)
-        return StepOutcome(outcomes=outcomes, truncated=frozenset(world.seats if world.done else ()), done=world.done)
+        order = list(world.seats)
+        keyed(world, "order").shuffle(order)
+        begin_tick(world)
+        for agent in order:
+            apply_action(world, agent, actions[agent])
+        return end_tick(world)
 
     def snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self.world)
@@ -260,36 +253,58 @@ def observation(world: WorldState, person: Person) -> MarketObservation:
 # ------------------------------------------------------------------------------------------------------------ tick
 
 
-def _act(world: WorldState, actions: Mapping[str, object]) -> None:
-    """All actions against what was observed, in a seeded order."""
-    order = list(world.seats)
-    keyed(world, "order").shuffle(order)
+def begin_tick(world: WorldState) -> None:
+    """Fixes what the actions of this tick refer to: what was observed."""
     world.comments = world.comments[-COMMENTS_SHOWN:]
     world.moment = moment(world)
     for agent in world.seats:
         world.people[agent].records = []
-    for agent in order:
-        person, action = world.people[agent], actions[agent]
-        turn = OpenTurn(
-            agent=agent, tick=world.tick, team=person.team, action="parse_failure", parsed=False,
-            due=world.tick + world.rules.patience + 2,
-        )  # fmt: skip
-        world.open_turns.append(turn)
-        person.notice = None
-        if isinstance(action, ParseFailure):
-            turn.due = world.tick
-            person.notice = "not an action"
-            continue
-        valid = validated(action)
-        if valid is None:
-            turn.refusal = Refusal.NOT_AN_ACTION
-        else:
-            turn.action, turn.parsed = action_name(valid), True
-            turn.refusal = APPLY[type(valid)](world, person, valid, turn)
-        if turn.refusal is not None:
-            turn.due = world.tick
-            person.notice = turn.refusal.value.replace("_", " ")
+
+
+def apply_action(world: WorldState, agent: str, action: object) -> OpenTurn:
+    """Carries out one agent's action, or refuses it; between ``begin_tick`` and ``end_tick``, once an agent.
+
+    Returns:
+        The turn, with the refusal where there was one; it settles later.
+    """
+    person = world.people[agent]
+    turn = OpenTurn(
+        agent=agent, tick=world.tick, team=person.team, action="parse_failure", parsed=False,
+        due=world.tick + world.rules.patience + 2,
+    )  # fmt: skip
+    world.open_turns.append(turn)
+    person.notice = None
+    if isinstance(action, ParseFailure):
+        turn.due = world.tick
+        person.notice = "not an action"
+        return turn
+    valid = validated(action)
+    if valid is None:
+        turn.refusal = Refusal.NOT_AN_ACTION
+    else:
+        turn.action, turn.parsed = action_name(valid), True
+        turn.refusal = APPLY[type(valid)](world, person, valid, turn)
+    if turn.refusal is not None:
+        turn.due = world.tick
+        person.notice = turn.refusal.value.replace("_", " ")
+    return turn
+
+
+def end_tick(world: WorldState) -> StepOutcome:
+    """What follows the actions: scripted people answer, markets move, messages are delivered, turns settle."""
     world.moment = None
+    answer_all(world)
+    traffic(world)
+    world.tick += 1
+    trading.advance_markets(world, QUESTIONS)
+    deliver(world)
+    expire(world)
+    fill_books(world)
+    spread_gossip(world)
+    world.done = world.tick >= world.rules.ticks
+    outcomes = _settle(world)
+    world.ledger.prune(world.tick - 1)
+    return StepOutcome(outcomes=outcomes, truncated=frozenset(world.seats if world.done else ()), done=world.done)
 
 
 def validated(action: object) -> msgspec.Struct | None:
