@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from loop_toys import assert_same_run
-from sparring.checkpoints import latest, read_checkpoint
+from sparring.checkpoints import latest, read_checkpoint, verify_checkpoint
 from sparring.config import from_settings
 from sparring.config_live import FeedConfig
 from sparring.errors import CheckpointError
@@ -25,7 +25,7 @@ from sparring.intake.trajectory_log import NewItem, Status, TrajectoryLog
 from sparring.intake.wire import Call, LoggedTrajectory, Message, encode_body
 from sparring.loops import feed
 from sparring.loops.feed import train_feed
-from sparring.publishing import Change, SuiteResult, current
+from sparring.publishing import Kind, SuiteFigure, SuiteResult, current, history
 
 LOG = Path("log.sqlite")
 
@@ -126,18 +126,19 @@ def test_a_log_that_is_not_the_runs_is_refused(model: str) -> None:
 
 
 class Judge:
-    """In place of the market's panel: refuses the second candidate."""
+    """In place of the market's panel: all weights do alike but those that are measured third, which do nothing right."""
 
-    name = "judge"
+    panel = "judge"
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.calls = 0
 
-    def judge(self, policy: Any, served: str, _: Any) -> SuiteResult:
+    def measure(self, policy: Any, checkpoint: Path) -> SuiteResult:
         self.calls += 1
-        value = -0.5 if self.calls == 2 else 0.1
-        change = Change(value=value, low=value - 0.1, high=value + 0.1, n=9)
-        return SuiteResult(suite=self.name, against=served, changes={"headline": change})
+        keys = tuple(f"probe-{number}" for number in range(40))
+        figure = SuiteFigure(measures=((float(self.calls != 3),) * 40,), higher_is_better=True, unit="share")
+        _, manifest = verify_checkpoint(checkpoint)
+        return SuiteResult(checkpoint=manifest, panel=self.panel, keys=keys, figures={"right": figure}, seconds=0.0)
 
 
 def test_each_checkpoint_is_judged_once_and_the_worse_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +146,9 @@ def test_each_checkpoint_is_judged_once_and_the_worse_is_refused(model: str, mon
     fill(24)
     report = train_feed(small(model, run="live", batches=6, publish=True))
     assert (report.published, report.refused, report.serves) == (3, 1, "v1.6")
-    now = current(Path("runs/live"))
-    assert now is not None and [one.version for one in now.past] == ["v1.2", "v1.0"]
+    lines = [(line.kind, line.version) for line in history(Path("runs/live"))]
+    assert [version for kind, version in lines if kind is Kind.PUBLISHED] == ["v1.0", "v1.2", "v1.6"]
+    assert (Kind.REFUSED, "v1.4") in lines
     kept = sorted(path.name for path in Path("runs/live/checkpoints").iterdir())
     assert kept == ["step-000000", "step-000002", "step-000004", "step-000006"]  # two newest, and what a rollback takes
     again = train_feed(small(model, run="live", batches=6, publish=True), resume=Path("runs/live"))
@@ -168,10 +170,10 @@ def test_a_kill_between_rename_and_publication_is_healed(model: str, monkeypatch
         with pytest.raises(KeyboardInterrupt):
             train_feed(small(model, run="live", batches=2, publish=True))
     now = current(Path("runs/live"))
-    assert now is not None and now.current.version == "v1.0"
+    assert now is not None and now.version == "v1.0"
     train_feed(small(model, run="live", batches=2, publish=True), resume=Path("runs/live"))
     now = current(Path("runs/live"))
-    assert now is not None and now.current.version == "v1.2"
+    assert now is not None and now.version == "v1.2"
 
 
 def test_sigkill_at_any_moment_trains_everything_once(model: str) -> None:
