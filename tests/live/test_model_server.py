@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from sparring import models
-from sparring.checkpoints import verify_checkpoint, write_checkpoint
+from sparring.checkpoints import read_checkpoint, verify_checkpoint, write_checkpoint
+from sparring.config import LoraSettings as RunLora
 from sparring.config import to_toml
 from sparring.config_live import FeedConfig
 from sparring.policies.causal_lm import LoraSettings
@@ -131,11 +132,11 @@ def test_too_many_are_told_to_come_again(served: Any) -> None:
     assert client.post("/v1/chat/completions", json=ASK).status_code == 200
 
 
-def a_run(place: Path, policy: Any, steps: int) -> Path:
+def a_run(place: Path, policy: Any, steps: int, **settings: Any) -> Path:
     """A run of ``train feed`` with checkpoints of different weights."""
     run = place / "runs" / "live"
     run.mkdir(parents=True)
-    (run / "config.toml").write_text(to_toml(FeedConfig(source="log.sqlite")))
+    (run / "config.toml").write_text(to_toml(FeedConfig(source="log.sqlite", **settings)))
     for step in range(steps):
         weights = {name: tensor * (1.0 + 0.01 * step) for name, tensor in policy.state().items()}
         write_checkpoint(
@@ -321,3 +322,41 @@ def test_a_run_that_guards_its_publications_serves_nothing_before_the_first(tmp_
     command = [sys.executable, "-m", "sparring", "serve", "model", "runs/live", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.returncode == 2 and "has published nothing yet" in done.stderr
+
+
+def test_adapters_of_a_run_go_onto_one_base_and_a_rollback_is_followed(start: Any, tmp_path: Path) -> None:
+    lora = models.load("tiny", name="shared", lora=LoraSettings(rank=2, alpha=4.0), training=False)
+    generator = torch.Generator().manual_seed(0)
+    lora.load_state({name: 0.2 * torch.randn(t.shape, generator=generator) for name, t in lora.state().items()})
+    run = a_run(tmp_path, lora, 3, adapters="shared", lora=RunLora(rank=2, alpha=4.0))
+    put(run, 0)
+    _, url = start("model", "runs/live", "--threads", "1")
+    with httpx.Client(base_url=url, timeout=60.0) as client:
+
+        def reply_of(version: str) -> Any:
+            deadline = time.monotonic() + 60
+            while client.get("/health").json()["policy_version"] != version and time.monotonic() < deadline:
+                time.sleep(0.05)
+            found = client.post("/v1/chat/completions", json=ASK | {"temperature": 1.0}).json()
+            assert found["policy_version"] == version
+            return found
+
+        for step, follow in ((0, None), (1, put), (2, put), (1, rollback)):
+            if follow is not None:
+                assert follow(run, step) if follow is put else follow(run)
+            found = reply_of(f"v1.{step}")
+            prompt, choice = found["prompt_token_ids"], found["choices"][0]
+            lora.load_state(
+                read_checkpoint(run / "checkpoints" / f"step-{step:06d}").tensors["policy-shared.safetensors"]
+            )
+            positions = tuple(range(len(prompt), len(prompt) + len(choice["token_ids"])))
+            with torch.no_grad():
+                row = ScoreRow(token_ids=(*prompt, *choice["token_ids"]), positions=positions)
+                scored = lora.log_probs([row], temperature=1.0)
+            said = torch.tensor([each["logprob"] for each in choice["logprobs"]["content"]])
+            assert torch.allclose((said - scored).exp(), torch.ones(len(said)), atol=1e-3)
+        deadline = time.monotonic() + 20
+        while metric(client, "weights_loaded") > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert metric(client, "weights_loaded") == 1  # the others were taken off the base again
+        assert metric(client, "swaps_total") == 3
