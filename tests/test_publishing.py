@@ -18,8 +18,6 @@ from sparring.publishing import (
     POINTER,
     Follower,
     Kind,
-    SuiteFigure,
-    SuiteResult,
     checkpoints_in_use,
     current,
     decided,
@@ -29,6 +27,7 @@ from sparring.publishing import (
     reconcile,
     rollback,
 )
+from sparring.suite_results import SuiteFigure, SuiteResult
 from sparring.types import PolicyVersion
 
 KEYS = tuple(f"probe-{number}" for number in range(40))

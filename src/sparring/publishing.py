@@ -19,21 +19,20 @@ import fcntl
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import blake3
 import msgspec
 
 from sparring.checkpoints import checkpoint_step, verify_checkpoint
-from sparring.envs.contract import Figure
 from sparring.errors import CheckpointError, PublicationError
-from sparring.evaluation.statistics import Bootstrap, Estimate
+from sparring.evaluation.statistics import Estimate
 from sparring.files import explain, read_jsonl, repair_frames, write_atomic
+from sparring.suite_results import SuiteResult, compare, not_worse, shown
 from sparring.types import PolicyVersion
 
 POINTER, HISTORY, LOCK = "published.json", "publications.jsonl", "publish.lock"
@@ -50,49 +49,6 @@ class Kind(StrEnum):
     ROLLED_BACK = "rolled_back"
     REPAIRED = "repaired"
     """The pointer was damaged, or named what is no longer whole; it was set back to the last good publication."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SuiteFigure:
-    """One figure of a quick suite, by situation, so that two results can be compared in pairs.
-
-    >>> SuiteFigure(measures=((1.0, 0.0, None),), higher_is_better=True, unit="share").value
-    0.5
-    """
-
-    measures: tuple[tuple[float | None, ...], ...]
-    """The figure is the product of the means of these; each has an entry for every situation of the panel, None where
-    the situation does not count."""
-    higher_is_better: bool
-    unit: str
-
-    @property
-    def value(self) -> float:
-        """Not a number where nothing counted."""
-        product = 1.0
-        for measure in self.measures:
-            counted = [number for number in measure if number is not None]
-            product *= sum(counted) / len(counted) if counted else math.nan
-        return product
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SuiteResult:
-    """How one checkpoint did on the quick suite (``evaluation.quick``).
-
-    >>> SuiteResult(checkpoint="ab", panel="cd", keys=("probe-0",), figures={}, seconds=0.1).panel
-    'cd'
-    """
-
-    checkpoint: str
-    """BLAKE3 of the checkpoint's ``manifest.json``: the result is of these weights and of no others."""
-    panel: str
-    """Names the panel: results of different panels are never compared."""
-    keys: tuple[str, ...]
-    """Of the situations, in order. Twins share a key; the part before the last ``-`` is the kind (see ``Bootstrap``)."""
-    figures: Mapping[str, SuiteFigure]
-    seconds: float
-    """That it took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,10 +257,10 @@ def publish(
             _append(run, line)
             return Decision(published=False, version=str(version), reason=reason, changes=changes, publication=newest)
         first = newest.first if newest is not None else evaluation
-        shown = "; ".join(_shown(name, change) for name, change in changes.items()) or "the first of its run"
-        line = replace(line, serial=line.serial + 1, kind=Kind.PUBLISHED, first=first, reason=shown)
+        figures = "; ".join(shown(name, change) for name, change in changes.items()) or "the first of its run"
+        line = replace(line, serial=line.serial + 1, kind=Kind.PUBLISHED, first=first, reason=figures)
         _point(run, line)
-        return Decision(published=True, version=str(version), reason=shown, changes=changes, publication=line)
+        return Decision(published=True, version=str(version), reason=figures, changes=changes, publication=line)
 
 
 def rollback(run: Path, *, to: PolicyVersion | None = None) -> Publication:
@@ -416,36 +372,9 @@ def _gate(
         changes = changes or found
         for name, change in found.items():
             better = evaluation.figures[name].higher_is_better
-            if not _not_worse(change, higher_is_better=better):
-                worse.append(f"{_shown(name, change)} against {what}")
+            if not not_worse(change, higher_is_better=better):
+                worse.append(f"{shown(name, change)} against {what}")
     return ("worse beyond the interval: " + "; ".join(worse) if worse else ""), changes
-
-
-def compare(candidate: SuiteResult, other: SuiteResult) -> dict[str, Estimate]:
-    """Candidate minus other, by figure, paired by situation; both of one panel."""
-    bootstrap = Bootstrap(candidate.keys, seed=0)
-    found = {}
-    for name, figure in candidate.figures.items():
-        mine, theirs = figure.measures, other.figures[name].measures
-        rows = [tuple(measure[place] for measure in mine) for place in range(len(candidate.keys))]
-        others = [tuple(measure[place] for measure in theirs) for place in range(len(candidate.keys))]
-        of = tuple(_part(number) for number in range(len(mine)))
-        shape = Figure(of=of, unit=figure.unit, higher_is_better=figure.higher_is_better)
-        found[name] = bootstrap.difference(shape, rows, others)
-    return found
-
-
-def _part(number: int) -> Callable[[Any], float | None]:
-    return lambda row: row[number]
-
-
-def _not_worse(change: Estimate, *, higher_is_better: bool) -> bool:
-    """False, too, where the interval is not a number."""
-    return change.high >= 0.0 if higher_is_better else change.low <= 0.0
-
-
-def _shown(name: str, change: Estimate) -> str:
-    return f"{name} {change.value:+.4g} ({change.low:+.4g} to {change.high:+.4g})"
 
 
 # Files

@@ -12,7 +12,8 @@ import torch
 
 from model_fixtures import make_model, make_tokenizer
 from sparring.errors import SparringError
-from sparring.inference.engine import BusyError, Engine, EngineError, Loaded, NewTokens, Ticket
+from sparring.inference.batches import Loaded, NewTokens, Ticket
+from sparring.inference.engine import BusyError, Engine, EngineError
 from sparring.inference.running_rows import REMEMBERED_FROM, PrefixMemory, RunningRows
 from sparring.inference.sampler import InProcessSampler
 from sparring.policies.causal_lm import CausalLM

@@ -11,11 +11,10 @@ import pytest
 
 from model_fixtures import make_tokenizer
 from sparring.http import RequestError
-from sparring.inference.engine import NewTokens
+from sparring.inference.batches import NewTokens
+from sparring.inference.openai_answers import Answer, Speech
 from sparring.inference.openai_wire import (
-    Answer,
     Shape,
-    Speech,
     check_fields,
     fits,
     messages_of,

@@ -23,7 +23,8 @@ from sparring.config import to_toml
 from sparring.config_live import FeedConfig
 from sparring.policies.causal_lm import LoraSettings
 from sparring.policies.contract import ScoreRow
-from sparring.publishing import SuiteFigure, SuiteResult, publish, rollback
+from sparring.publishing import publish, rollback
+from sparring.suite_results import SuiteFigure, SuiteResult
 from sparring.types import PolicyVersion
 
 ASK = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 12, "temperature": 0.8, "logprobs": True}

@@ -25,7 +25,8 @@ from sparring.intake.trajectory_log import NewItem, Status, TrajectoryLog
 from sparring.intake.wire import Call, LoggedTrajectory, Message, encode_body
 from sparring.loops import feed
 from sparring.loops.feed import train_feed
-from sparring.publishing import Kind, SuiteFigure, SuiteResult, current, history
+from sparring.publishing import Kind, current, history
+from sparring.suite_results import SuiteFigure, SuiteResult
 
 LOG = Path("log.sqlite")
 

@@ -22,7 +22,7 @@ from sparring.envs.contract import Env, Figure
 from sparring.evaluation.evaluate import suite_of
 from sparring.evaluation.panel import play_policy
 from sparring.policies.causal_lm import CausalLM
-from sparring.publishing import SuiteFigure, SuiteResult
+from sparring.suite_results import SuiteFigure, SuiteResult
 from sparring.types import SamplingSettings
 
 GUARDS = ("valid_share",)

@@ -28,14 +28,13 @@ from starlette.routing import Route
 
 from sparring.errors import SparringError
 from sparring.http import RequestError, answer, handled, json_of
-from sparring.inference.engine import BusyError, Engine, Loaded, NewTokens, Ticket
+from sparring.inference.batches import Loaded, NewTokens, Ticket
+from sparring.inference.engine import BusyError, Engine
+from sparring.inference.openai_answers import Answer, Speech, event
 from sparring.inference.openai_wire import (
     MOST_CHOICES,
-    Answer,
     Shape,
-    Speech,
     check_fields,
-    event,
     fit,
     flag,
     log_probs_of,
