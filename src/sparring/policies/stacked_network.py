@@ -18,6 +18,9 @@ Layer = tuple[Tensor, Tensor]
 """Weight (A, in, out) and bias (A, 1, out)."""
 
 
+_MINUS_ONE = torch.tensor(-1.0, dtype=torch.float64)  # of no dimension: it takes the dtype of what it is added to
+
+
 class Parameters(Protocol):
     """Where weights lie in rows of parameters."""
 
@@ -56,7 +59,7 @@ def hidden_layers(layers: Sequence[Layer], x: Tensor, activation: str) -> list[T
         else:
             # tanh(y) = 2 sigmoid(2 y) - 1: torch's sigmoid costs a quarter of its tanh on a CPU.
             x = torch.baddbmm(bias, x, weight, beta=2.0, alpha=2.0).sigmoid_()
-            x = torch.add(x.new_tensor(-1.0), x, alpha=2.0, out=x)
+            x = torch.add(_MINUS_ONE, x, alpha=2.0, out=x)
         found.append(x)
     return found
 
@@ -73,22 +76,21 @@ class _StackedNetwork(torch.autograd.Function):
         ctx: Any, parameters: Tensor, policies: Parameters, observations: Tensor, seen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = policies.named(parameters)
-        actor, critic = policies.towers(weights)
-        acting = hidden_layers(actor, observations, policies.activation)
-        judging = hidden_layers(critic, seen, policies.activation)
+        towers = policies.towers(weights)
+        acting = hidden_layers(towers[0], observations, policies.activation)
+        judging = hidden_layers(towers[1], seen, policies.activation)
         said = narrow(weights["actor.weight"], weights["actor.bias"], acting[-1])
         values = narrow(weights["critic.weight"], weights["critic.bias"], judging[-1]).squeeze(1)
         log_std = weights["log_std"].clone() if "log_std" in weights else parameters.new_zeros(len(parameters), 1, 0)
         ctx.save_for_backward(parameters, observations, seen, *acting, *judging)
-        ctx.policies = policies
+        ctx.policies, ctx.weights, ctx.towers = policies, weights, towers
         return said, values, log_std
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upper: Tensor) -> tuple[Tensor, None, None, None]:
         parameters, observations, seen, *hidden = ctx.saved_tensors
         policies: Parameters = ctx.policies
-        weights = policies.named(parameters)
         gradients = torch.empty_like(parameters)
         into = policies.named(gradients)
         if "log_std" in into:
@@ -96,12 +98,12 @@ class _StackedNetwork(torch.autograd.Function):
         depth = len(hidden) // 2
         towers = zip(
             ("actor", "critic"), (upper[0], upper[1].unsqueeze(1)), (observations, seen),
-            (hidden[:depth], hidden[depth:]), policies.towers(weights), policies.towers(into), strict=True,
+            (hidden[:depth], hidden[depth:]), ctx.towers, policies.towers(into), strict=True,
         )  # fmt: skip
         for head, said, x, own, layers, places in towers:
             into[f"{head}.weight"].copy_(torch.bmm(said, own[-1]))
             into[f"{head}.bias"].copy_(said.sum(2, keepdim=True))
-            back = torch.bmm(said.transpose(1, 2), weights[f"{head}.weight"])
+            back = torch.bmm(said.transpose(1, 2), ctx.weights[f"{head}.weight"])
             for layer in range(depth - 1, -1, -1):
                 back = _through(back, own[layer], policies.activation)
                 below = own[layer - 1] if layer else x
