@@ -2,7 +2,7 @@
 
 Policies of equal shape are *stacked*: every layer is one batched product over the leading policy axis ``A``, and what
 optimises them is one operation on a tensor (A, P). Rows never mix, so a stack learns what its policies would apart.
-Where actor and critic see the same, their hidden layers are one product too (axis ``2 A``).
+The network's own gradient is in ``stacked_network.py``, that of distributions and losses is torch's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from sparring.errors import ConfigError
 from sparring.policies import heads
 from sparring.policies.acting import ActorWeights
 from sparring.policies.contract import StepBatch
+from sparring.policies.stacked_network import Layer, hidden_layers, narrow, stacked_network
 from sparring.types import ActionKind, PolicyVersion, Spaces
 
 
@@ -117,27 +117,30 @@ class ActorCriticStack:
             parameters: Shape (A, P); gradients go there.
             batch: Observations normalised already.
         """
-        weights = self.named(parameters)
-        if batch.states is None:
-            x = batch.observations
-            a, b, _ = x.shape
-            hidden = self._hidden(weights, "both", x.unsqueeze(1).expand(a, 2, b, x.shape[2]).reshape(2 * a, b, -1))
-            seen, judged = hidden.view(a, 2, b, -1).unbind(1)
-        else:
-            seen = self._hidden(weights, "actor", batch.observations)
-            judged = self._hidden(weights, "critic", batch.states)
-        said = _narrow(weights["actor.weight"], weights["actor.bias"], seen).transpose(1, 2)
-        values = _narrow(weights["critic.weight"], weights["critic.bias"], judged).squeeze(1)
-        return *self._distribution(weights, said, batch), values
+        seen = batch.observations if batch.states is None else batch.states
+        said, values, log_std = stacked_network(parameters, self, batch.observations, seen)
+        return *self._distribution(log_std, said.transpose(1, 2), batch), values
 
     def values(self, parameters: Tensor, seen: Tensor) -> Tensor:
         """Values (A, B) of observations, or of states where the critic is centralised: (A, B, D)."""
         weights = self.named(parameters)
-        if self.shape.state_size:
-            hidden = self._hidden(weights, "critic", seen)
-        else:
-            hidden = self._hidden({n: w[:, 1] for n, w in weights.items() if n.startswith("both")}, "both", seen)
-        return _narrow(weights["critic.weight"], weights["critic.bias"], hidden).squeeze(1)
+        hidden = hidden_layers(self.towers(weights)[1], seen, self.shape.activation)[-1]
+        return narrow(weights["critic.weight"], weights["critic.bias"], hidden).squeeze(1)
+
+    @property
+    def activation(self) -> str:
+        return self.shape.activation
+
+    def towers(self, weights: Mapping[str, Tensor]) -> tuple[list[Layer], list[Layer]]:
+        """Hidden layers of actor and critic: weight (A, in, out) and bias (A, 1, out) of each, as views."""
+        found: list[list[Layer]] = []
+        for tower, own in enumerate(("actor", "critic")):
+            prefix, pick = (own, ...) if self.shape.state_size else ("both", (slice(None), tower))
+            found.append([
+                (weights[f"{prefix}.{i}.weight"][pick], weights[f"{prefix}.{i}.bias"][pick])
+                for i in range(len(self.shape.hidden))
+            ])  # fmt: skip
+        return found[0], found[1]
 
     def acting(
         self, versions: Sequence[PolicyVersion], mean: np.ndarray | None = None, scale: np.ndarray | None = None,
@@ -170,52 +173,14 @@ class ActorCriticStack:
             scale=None if scale is None else np.array(scale[:, None], np.float32),
         )  # fmt: skip
 
-    def _hidden(self, weights: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
-        """Through the hidden layers; the leading axis of x is that of the weights, towers included."""
-        for layer in range(len(self.shape.hidden)):
-            weight, bias = weights[f"{prefix}.{layer}.weight"], weights[f"{prefix}.{layer}.bias"]
-            weight, bias = weight.reshape(-1, *weight.shape[-2:]), bias.reshape(-1, *bias.shape[-2:])
-            x = torch.baddbmm(bias, x, weight).relu() if self.shape.activation == "relu" else _tanh(x, weight, bias)
-        return x
-
-    def _distribution(self, weights: dict[str, Tensor], said: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
+    def _distribution(self, log_std: Tensor, said: Tensor, batch: StepBatch) -> tuple[Tensor, Tensor]:
         spaces = self.shape.spaces
         if spaces.action is ActionKind.DISCRETE:
             return heads.choices(said, batch.actions, spaces.choices, batch.masks)
         if not self.shape.squash:
-            return heads.gaussian(said, weights["log_std"], batch.actions)
+            return heads.gaussian(said, log_std, batch.actions)
         widths = (said.new_tensor(spaces.high) - said.new_tensor(spaces.low)) / 2.0
-        return heads.squashed(said, weights["log_std"], batch.actions, widths)
-
-
-class _TanhLayer(torch.autograd.Function):
-    """``tanh(x W + b)`` with its gradient in four operations: an update of 16 stacked policies takes a sixth less time
-    than with the same layer from torch's parts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        # tanh(y) = 1 - 2 sigmoid(-2 y): torch's sigmoid costs a quarter of its tanh on a CPU.
-        out = torch.baddbmm(bias, x, weight, beta=-2.0, alpha=-2.0).sigmoid_().mul_(-2.0).add_(1.0)
-        ctx.save_for_backward(x, weight, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        x, weight, out = ctx.saved_tensors
-        inner = torch.ops.aten.tanh_backward(gradients[0], out)
-        before = torch.bmm(inner, weight.transpose(1, 2)) if ctx.needs_input_grad[0] else None
-        return before, torch.bmm(x.transpose(1, 2), inner), inner.sum(1, keepdim=True)
-
-
-def _tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    out: Tensor = _TanhLayer.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _narrow(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    """A layer of few outputs, (A, F, B) from weight (A, F, H) and x (A, B, H): BLAS is five times slower at the usual
-    order, forward and backward, when F is 1 or 2."""
-    return torch.baddbmm(bias, weight, x.transpose(1, 2))
+        return heads.squashed(said, log_std, batch.actions, widths)
 
 
 def seed_of(seed: int, *words: str | int) -> int:
