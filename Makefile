@@ -44,7 +44,7 @@ demo-full: $(STAMP) ## Run the main job at full length
 	$(BIN)/sparring demo --full
 
 test: $(STAMP) ## Run the tests (without those marked slow)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 2
 
 lint: $(STAMP) ## Check style, formatting, import contracts and types
 	$(BIN)/ruff check .

@@ -96,8 +96,7 @@ def main() -> None:
         seconds.append(report["seconds"])
         fallbacks.append(report["fallbacks"])
         evaluated.append(EvalConfig(run=str(run), situations=chosen.tasks, seed=0, threads=chosen.threads))
-    found = [evaluate_seeds([one]) for one in evaluated]
-    pooled = evaluate_seeds(evaluated)
+    found, pooled = evaluate_seeds(evaluated)
     page = (
         f"{chosen.seeds} seeds, {chosen.tasks} held-out tasks each (the same ones), 95 % bootstrap intervals by task.\n\n"
         f"{table(found, pooled, seconds, fallbacks)}"

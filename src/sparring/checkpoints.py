@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import blake3
 import msgspec
@@ -65,6 +65,7 @@ TENSORS_SUFFIX = ".safetensors"
 Consumed = Mapping[str, int | float | str]
 """What a checkpoint has consumed, by name: the tick, a cursor into the log, the number of episodes."""
 
+S = TypeVar("S")
 _STEP = re.compile(r"step-(\d{6,})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -439,3 +440,15 @@ def incarnation(run_dir: Path) -> int:
     except FileError as error:
         raise CheckpointError(str(error)) from error
     return number
+
+
+def read_state(checkpoint: Checkpoint, kind: type[S]) -> S:
+    """A loop's own state, ``state.json``.
+
+    Raises:
+        CheckpointError: It is missing, or of another version.
+    """
+    try:
+        return msgspec.json.decode(checkpoint.documents["state.json"], type=kind)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: state.json is missing or of another version ({error})") from error

@@ -125,6 +125,15 @@ class RunDirectory:
         self.path, self._lock, self.notices = path, lock, notices
 
     @classmethod
+    def begin(
+        cls, resume: Path | None, *, name: str | None, config_toml: str, seed: int, session: Session, kind: str
+    ) -> RunDirectory:
+        """A new run, or the one that is resumed. Arguments as of :meth:`create` and :meth:`open`."""
+        if resume is not None:
+            return cls.open(resume, session=session)
+        return cls.create(name, config_toml=config_toml, seed=seed, session=session, kind=kind)
+
+    @classmethod
     def create(
         cls, name: str | None, *, config_toml: str, seed: int, session: Session, kind: str = "run", root: Path = RUNS
     ) -> RunDirectory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from sparring.intake.server import Gateway
 from sparring.intake.trajectory_log import TrajectoryLog
 from sparring.intake.wire import decode_body
 
@@ -81,6 +83,30 @@ def test_calls_are_recorded_exactly_rewarded_late_and_learned_from(start: Any, t
         [sys.executable, "-m", "sparring", "log", str(log_path), "--json"], capture_output=True, text=True, check=True
     )
     assert json.loads(shown.stdout)["counts"]["trained"] == 5
+
+
+def test_what_the_client_left_out_is_said_upstream(tmp_path: Path) -> None:
+    """A server's own default temperature would make the record untrue."""
+    asked: list[dict[str, Any]] = []
+
+    def upstream(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, json={"choices": [{"message": {"content": "yes"}}]})
+
+    async def ask() -> httpx.Response:
+        with TrajectoryLog(tmp_path / "log.sqlite") as log:
+            gateway = Gateway(log, upstream="http://model/v1")
+            gateway._client = httpx.AsyncClient(transport=httpx.MockTransport(upstream))
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(gateway.app()), base_url="http://gateway"
+            ) as client:
+                return await client.post("/sessions/s/v1/chat/completions", json=ASK | {"top_p": 0.5, "policy": "red"})
+
+    assert asyncio.run(ask()).status_code == 200
+    assert (asked[0]["temperature"], asked[0]["top_p"]) == (1.0, 0.5) and "policy" not in asked[0]
+    with TrajectoryLog(tmp_path / "log.sqlite") as log:
+        (kept,) = log.calls("s")
+        assert decode_body(kept.body).policy == "red" and decode_body(kept.body).calls[0].top_p == 0.5
 
 
 def test_a_model_server_that_is_away_is_said(start: Any, tmp_path: Path) -> None:

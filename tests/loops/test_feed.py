@@ -238,10 +238,15 @@ def test_a_feed_api_is_pulled_page_by_page_and_told_what_was_trained(tmp_path: P
 
     client = FeedClient("http://feed", token="t", transport=httpx.MockTransport(api))
     with TrajectoryLog(tmp_path / "log.sqlite") as log:
-        assert client.pull(log) == 5 and client.pull(log) == 0 and client.invalid == 2
+        first, second = client.pull(log), client.pull(log)
+        assert (first.new, first.unreadable, second.new, second.unreadable) == (5, 1, 0, 1)
+        assert "agentId" in first.reason or "trajectory" in first.reason
         assert log.counts()["ready"] == 5
         client.mark(["feed/t0", "feed/t1"], "run/1")
     assert marked == ["t0", "t1"]
+    odd = FeedClient("http://feed", transport=httpx.MockTransport(lambda _: httpx.Response(200, text="<html>")))
+    with TrajectoryLog(tmp_path / "log.sqlite") as log, pytest.raises(FeedError, match="no identity map"):
+        odd.pull(log)
     broken = FeedClient("http://feed", transport=httpx.MockTransport(lambda _: httpx.Response(401, text="no")))
     with TrajectoryLog(tmp_path / "log.sqlite") as log, pytest.raises(FeedError, match="401"):
         broken.pull(log)

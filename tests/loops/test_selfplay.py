@@ -302,7 +302,9 @@ def test_the_run_ends_with_held_out_figures_and_eval_repeats_them(model: str) ->
     again = evaluate_run(EvalConfig(run="runs/figures", situations=30, quiet=True))
     assert again.flat() == {name: row[name] for name in again.flat()}
     one = EvalConfig(run="runs/figures", situations=30, quiet=True)
-    pooled = graph_panel.evaluate_seeds([one, one]).flat()
+    each, pool = graph_panel.evaluate_seeds([one, one])
+    pooled = pool.flat()
+    assert [found.flat() for found in each] == [again.flat()] * 2
     assert pooled["accuracy_trained_n"] == 60  # the same run twice: the same figures, and no narrower an interval
     assert {name: value for name, value in pooled.items() if not name.endswith("_n") and name != "tasks"} == (
         pytest.approx({n: v for n, v in again.flat().items() if not n.endswith("_n") and n != "tasks"})

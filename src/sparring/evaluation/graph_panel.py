@@ -117,9 +117,9 @@ def evaluate_selfplay(config: EvalConfig) -> GraphEval:
     return summarise(keys, rows, seed=config.seed)
 
 
-def evaluate_seeds(configs: Sequence[EvalConfig]) -> GraphEval:
-    """Runs of several seeds on their common panel, pooled: each task's results of all seeds are drawn together, so that
-    the intervals are those of other tasks for the mean of these runs.
+def evaluate_seeds(configs: Sequence[EvalConfig]) -> tuple[list[GraphEval], GraphEval]:
+    """Runs of several seeds on their common panel, each and pooled: of the pool, each task's results of all seeds are drawn
+    together, so that the intervals are those of other tasks for the mean of these runs.
 
     Raises:
         ConfigError, CheckpointError: As ``evaluate_selfplay``; or the runs were not measured on the same tasks.
@@ -130,7 +130,8 @@ def evaluate_seeds(configs: Sequence[EvalConfig]) -> GraphEval:
         raise ConfigError("the runs were not measured on the same tasks: their worlds or hops differ")
     players = [name for name in found[0][1] if all(name in rows for _, rows in found)]
     pooled = {name: [row for _, rows in found for row in rows[name]] for name in players}
-    return summarise(keys * len(found), pooled, seed=configs[0].seed)
+    each = [summarise(keys, rows, seed=config.seed) for config, (_, rows) in zip(configs, found, strict=True)]
+    return each, summarise(keys * len(found), pooled, seed=configs[0].seed)
 
 
 def _panel_of_run(config: EvalConfig) -> tuple[list[str], dict[str, list[_Row]]]:

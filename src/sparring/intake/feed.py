@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import httpx
 import msgspec
@@ -19,6 +20,19 @@ TRIES = 3
 
 class FeedError(SparringError):
     """The Feed API does not answer, or not as it should."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulled:
+    """What a look at the Feed API brought."""
+
+    new: int
+    unreadable: int
+    """Trajectories that do not hold what they should; they stay there."""
+    conflicting: int
+    """Trajectories whose key came before with other content: the first one counts."""
+    reason: str
+    """Why the first unreadable one is; empty where all are well."""
 
 
 class FeedClient:
@@ -49,21 +63,25 @@ class FeedClient:
         )
         self.identities: dict[str, str] = {}
         self._identities_seconds, self._asked = identities_seconds, float("-inf")
-        self.invalid = 0
-        """Trajectories that could not be read."""
-        self.conflicts = 0
-        """Trajectories whose key came before with other content: the first one counts."""
 
-    def pull(self, log: TrajectoryLog) -> int:
-        """All pages there are, into the log; returns how many trajectories were new.
+    def pull(self, log: TrajectoryLog) -> Pulled:
+        """All pages there are, into the log.
 
         Raises:
             FeedError: The API does not answer as it should; what came before is kept.
+            FullError: Too much waits to be trained; what came before is kept.
         """
+        try:
+            return self._pull(log)
+        except WireError as error:
+            raise FeedError(str(error)) from error
+
+    def _pull(self, log: TrajectoryLog) -> Pulled:
         if time.monotonic() - self._asked >= self._identities_seconds:
             self.identities = read_identities(self._get("/api/crl/identity-map", {}))
             self._asked = time.monotonic()
-        new = 0
+        new = unreadable = conflicting = 0
+        reason = ""
         cursor: str | None = None
         while True:
             page = read_page(
@@ -73,8 +91,9 @@ class FeedClient:
             for row in page.trajectories:
                 try:
                     made = from_feed(row, self.identities)
-                except WireError:
-                    self.invalid += 1
+                except WireError as error:
+                    unreadable += 1
+                    reason = reason or str(error)
                     continue
                 items.append(NewItem(
                     key=made.key, producer=PRODUCER, kind="turns", body=encode_body(made), agent=made.agent,
@@ -82,9 +101,9 @@ class FeedClient:
                 ))  # fmt: skip
             verdicts = log.append(items) if items else []
             new += verdicts.count(Verdict.ACCEPTED)
-            self.conflicts += verdicts.count(Verdict.CONFLICT)
+            conflicting += verdicts.count(Verdict.CONFLICT)
             if not page.more or not page.trajectories:
-                return new
+                return Pulled(new=new, unreadable=unreadable, conflicting=conflicting, reason=reason)
             if page.cursor is None or page.cursor == cursor:
                 raise FeedError("the Feed API says that there is more, and gives no new cursor")
             cursor = page.cursor
@@ -101,6 +120,7 @@ class FeedClient:
             self._send("POST", "/api/crl/trajectories/mark-trained", content=body)
 
     def close(self) -> None:
+        """Close the connections."""
         self._client.close()
 
     def _get(self, path: str, query: dict[str, str | int]) -> bytes:

@@ -276,11 +276,15 @@ class Gateway:
         )
         if not isinstance(agent, str) or not 0 < len(agent) <= 200 or not agent.isprintable():
             raise RequestError(400, "agent: give 1 to 200 printable characters")
-        check_call(
-            Call(messages=(Message("user", ""),), reply="", **settings_of(document))
-        )  # before the model works for nothing
+        policy = document.pop("policy", None)
+        if not isinstance(policy, str | None):
+            raise RequestError(400, "policy: give a text, or leave it out")
+        settings = settings_of(document)
+        check_call(Call(messages=(Message("user", ""),), reply="", **settings))  # before the model works for nothing
         wanted_log_probs, streams = bool(document.get("logprobs")), bool(document.get("stream"))
-        asked = document | {"return_token_ids": True, "stream": False}
+        # Said also where the client said nothing: a server's own defaults would make the record untrue.
+        asked = document | {name: settings[name] for name in ("temperature", "top_p")}
+        asked |= {"return_token_ids": True, "stream": False}
         asked.pop("stream_options", None)
         asked["logprobs"] = True if path == "/chat/completions" else document.get("logprobs") or 0
         call_id = request.headers.get("idempotency-key") or f"{session}/{uuid.uuid4().hex}"
@@ -292,7 +296,9 @@ class Gateway:
         try:
             # A client that goes away meanwhile loses nothing: its call is finished and recorded all the same.
             replied, content = await asyncio.shield(
-                asyncio.ensure_future(self._call(client, url, asked, session, producer, agent, call_id, document))
+                asyncio.ensure_future(
+                    self._call(client, url, asked, session, producer, agent, policy, call_id, document)
+                )
             )
         except httpx.HTTPError as error:
             raise RequestError(
@@ -307,7 +313,7 @@ class Gateway:
 
     async def _call(
         self, client: httpx.AsyncClient, url: str, asked: dict[str, Any], session: str, producer: str, agent: str,
-        call_id: str, document: dict[str, Any],
+        policy: str | None, call_id: str, document: dict[str, Any],
     ) -> tuple[int, Any]:  # fmt: skip
         replied = await client.post(
             url, content=msgspec.json.encode(asked), headers={"Content-Type": "application/json"}
@@ -327,7 +333,7 @@ class Gateway:
         items = []
         for index, call in enumerate(calls):
             key = call_id if index == 0 else f"{call_id}#{index}"
-            logged = LoggedTrajectory(agent=agent, calls=(call,), policy=str(document.get("policy", "shared")))
+            logged = LoggedTrajectory(agent=agent, calls=(call,), policy=policy or "shared")
             items.append(NewItem(
                 key=key, producer=producer, kind="turns", body=encode_body(logged), agent=agent, session=session
             ))  # fmt: skip

@@ -357,6 +357,14 @@ class TrajectoryLog:
 
         return self._enqueue(work).result()
 
+    def trained_keys(self, after: int, through: int) -> list[str]:
+        """Keys of what was trained in batches above ``after`` and up to ``through``, oldest first."""
+        rows = self._read(
+            "SELECT key FROM items WHERE batch > ? AND batch <= ? AND status = 'trained' ORDER BY number",
+            (after, through),
+        )
+        return [str(key) for (key,) in rows]
+
     def forget(self, lease: Lease, through: int) -> int:
         """Drop the content of what was trained in batches up to ``through`` (those that the oldest kept checkpoint has
         consumed); keys stay, so that a late retry is still a duplicate.

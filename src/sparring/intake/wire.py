@@ -74,7 +74,7 @@ class LoggedTrajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     agent: str
     calls: tuple[Call, ...]
     team: str = ""
-    """Empty: asked of the identity map."""
+    """Empty: none; all without a team share one baseline."""
     policy: str = "shared"
     reward: float | None = None
     """Of all its calls."""

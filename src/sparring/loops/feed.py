@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,17 +24,18 @@ from sparring.checkpoints import (
     latest,
     list_checkpoints,
     read_checkpoint,
+    read_state,
     rotate,
     write_checkpoint,
 )
 from sparring.config import to_toml
 from sparring.config_live import FeedConfig
 from sparring.envs.load import load_env
-from sparring.errors import CheckpointError, PromptError, SparringError
+from sparring.errors import PromptError, SparringError
 from sparring.evaluation.quick import QuickSuite
 from sparring.http import token_from
-from sparring.intake.feed import FeedClient, FeedError
-from sparring.intake.trajectory_log import Batch, Item, TrajectoryLog
+from sparring.intake.feed import FeedClient, FeedError, Pulled
+from sparring.intake.trajectory_log import Batch, FullError, Item, TrajectoryLog
 from sparring.intake.wire import Call, decode_body
 from sparring.learning.advantages import BaselineState, credit
 from sparring.learning.batch import to_experiences
@@ -78,6 +80,8 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, PolicyVersion]
     counts: dict[str, int]
     window: list[TickReport]
+    told: int = 0
+    """The last batch that a Feed API was told of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +101,8 @@ class FeedReport:
     """Calls that were not trained, by reason."""
     stale: int
     """Trajectories that were too old."""
+    unreadable: int
+    """Trajectories of the Feed API that do not hold what they should, when it was last asked."""
     published: int
     refused: int
     serves: str | None
@@ -138,20 +144,24 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
         )
     session = Session.now(device=config.device, threads=torch.get_num_threads())
 
-    with _run_directory(config, resume, session) as run, stop_on_signals() as stop:
+    directory = RunDirectory.begin(
+        resume, name=config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="feed"
+    )
+    with directory as run, stop_on_signals() as stop:
         number, consumed, counts = incarnation(run.path), 0, Counter[str]()
-        window = deque[TickReport](maxlen=20)
+        window, told, pulled = deque[TickReport](maxlen=20), 0, Pulled(new=0, unreadable=0, conflicting=0, reason="")
         newest = latest(run.checkpoints) if resume is not None else None
         step = 0
         if newest is not None:
             checkpoint = read_checkpoint(newest)
-            state = _read_state(checkpoint.documents, newest)
+            state = read_state(checkpoint, SavedState)
             restore_policies(policies, checkpoint)
             restore_learners(
                 checkpoint.tensors, state.optimizers, state.gate, policies, optimizers, gate, where=str(newest)
             )
             consumed, baselines, step = state.batch, state.baselines, state.versions[SHARED].step
             counts.update(state.counts)
+            told = state.told
             window.extend(state.window)
         if resume is not None:
             run.cut_back(consumed)
@@ -159,6 +169,7 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
         policy.version = PolicyVersion(incarnation=number, step=step)
 
         with (
+            closing(remote) if remote is not None else nullcontext(),
             TrajectoryLog(run.path / LOG if remote is not None else Path(config.source)) as log,
             MetricsWriter(run.metrics) as metrics,
             Progress(total=config.batches or 0, start=consumed, quiet=config.quiet) as progress,
@@ -173,11 +184,12 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
                 progress.note(f"warning: {repaired}")
 
             def save() -> None:
-                """Save, rename, acknowledge; then evaluate and publish."""
+                """Save, rename, acknowledge (here and at the Feed API); then evaluate and publish."""
                 metrics.sync()
                 transcript.sync()
                 saved = SavedState(
-                    batch=consumed, baselines=baselines, gate=gate.state()[1], counts=dict(counts), window=list(window),
+                    batch=consumed, told=told, baselines=baselines, gate=gate.state()[1], counts=dict(counts),
+                    window=list(window),
                     optimizers={name: optimizer_state(o)[1] for name, o in optimizers.items()},
                     versions={SHARED: policy.version},
                 )  # fmt: skip
@@ -187,9 +199,22 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
                     documents={"state.json": msgspec.json.encode(saved)}, consumed={"batch": consumed},
                 )  # fmt: skip
                 log.acknowledge(lease, consumed)
+                tell()
                 decide()
                 rotate(run.checkpoints, config.checkpoint.keep, spare=checkpoints_in_use(run.path))
                 log.forget(lease, checkpoint_step(list_checkpoints(run.checkpoints)[0]) or 0)
+
+            def tell() -> None:
+                """What is trained and saved, to the Feed API; what it does not hear now, it hears the next time."""
+                nonlocal told
+                keys = log.trained_keys(told, consumed) if remote is not None else []
+                if remote is None or not keys:
+                    return
+                try:
+                    remote.mark(keys, f"{run.path.name}/{consumed}")
+                    told = consumed
+                except FeedError as error:
+                    progress.note(f"warning: {error}; told again after the next checkpoint")
 
             def decide() -> None:
                 """Judge the newest checkpoint, unless that was done, and publish it if it is not worse."""
@@ -202,6 +227,7 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
             if newest is None:
                 save()  # what is served until something better is there
             else:
+                tell()  # killed between its rename and this
                 policy.version = state.versions[SHARED]
                 decide()  # killed between its rename and its publication
                 policy.version = PolicyVersion(incarnation=number, step=step)
@@ -212,9 +238,15 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
                 if remote is not None and time.monotonic() - asked >= config.poll_seconds:
                     asked = time.monotonic()
                     try:
-                        remote.pull(log)
-                    except FeedError as error:
+                        before, pulled = pulled, remote.pull(log)
+                    except (FeedError, FullError) as error:
                         progress.note(f"warning: {error}; asked again in {config.poll_seconds:g} s")
+                    else:
+                        if (pulled.unreadable, pulled.conflicting) != (before.unreadable, before.conflicting):
+                            progress.note(
+                                f"warning: of the Feed API's trajectories {pulled.unreadable} cannot be read "
+                                f"({pulled.reason or 'none now'}), {pulled.conflicting} changed after they came"
+                            )
                 batch = log.next_batch(
                     lease,
                     consumed,
@@ -253,14 +285,13 @@ def train_feed(config: FeedConfig, *, resume: Path | None = None) -> FeedReport:
                 if consumed - saved_at >= config.checkpoint.every or stopping or consumed == config.batches:
                     save()
                     saved_at = consumed
-                    if remote is not None:
-                        remote.mark([item.key for item in batch.items], f"{run.path.name}/{consumed}")
             if consumed > saved_at:
                 save()
             served, kinds = read_pointer(run.path), Counter(line.kind for line in history(run.path))
             final = FeedReport(
                 run=str(run.path), batches=consumed, step=policy.version.step, trajectories=counts["trajectories"],
                 calls=counts["calls"], retokenised=counts["retokenised"], stale=log.counts()["stale"],
+                unreadable=pulled.unreadable,
                 left_out={key.partition("/")[2]: n for key, n in sorted(counts.items()) if key.startswith("left/")},
                 published=kinds[Kind.PUBLISHED], refused=kinds[Kind.REFUSED], seconds=watch.seconds(),
                 serves=served.version if served is not None else None,
@@ -387,16 +418,3 @@ def tick_report(
         prompt_tokens=sum(len(s.turn.prompt_ids) for s in settled), sampling_seconds=0.0, seconds=seconds,
     )  # fmt: skip
     return replace(report, alarms=collapse_alarms([*window, report]))
-
-
-def _read_state(documents: Mapping[str, bytes], path: Path) -> SavedState:
-    try:
-        return msgspec.json.decode(documents["state.json"], type=SavedState)
-    except (KeyError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path}: state.json is missing or of another version ({error})") from error
-
-
-def _run_directory(config: FeedConfig, resume: Path | None, session: Session) -> RunDirectory:
-    if resume is not None:
-        return RunDirectory.open(resume, session=session)
-    return RunDirectory.create(config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="feed")

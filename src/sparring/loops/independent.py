@@ -126,7 +126,10 @@ def train_independent(config: IndependentConfig, *, resume: Path | None = None) 
     algorithm = "reinforce" if config.algorithm == "reinforce" else "ppo"
     session = Session.now(device="cpu", threads=torch.get_num_threads())
 
-    with _run_directory(config, resume, session) as run, stop_on_signals() as stop:
+    directory = RunDirectory.begin(
+        resume, name=config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="independent"
+    )
+    with directory as run, stop_on_signals() as stop:
         number = incarnation(run.path)
         stacks: dict[Spaces, StackLearner] = {}
 
@@ -350,14 +353,6 @@ def _past_seats(play: Play, g: int, group: GroupArrays) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------------ beginning
-
-
-def _run_directory(config: IndependentConfig, resume: Path | None, session: Session) -> RunDirectory:
-    if resume is not None:
-        return RunDirectory.open(resume, session=session)
-    return RunDirectory.create(
-        config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="independent"
-    )
 
 
 def _check(config: IndependentConfig, env: ArrayEnv, registry: Registry[StackLearner]) -> None:

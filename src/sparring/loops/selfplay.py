@@ -17,12 +17,11 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from sparring.checkpoints import incarnation, latest, read_checkpoint, rotate, write_checkpoint
+from sparring.checkpoints import incarnation, latest, read_checkpoint, read_state, rotate, write_checkpoint
 from sparring.config import SelfplayConfig, to_toml
 from sparring.envs.graph.records import GeneratorFacts
 from sparring.envs.graph.solver import task_budget
 from sparring.envs.graph.views import World
-from sparring.errors import CheckpointError
 from sparring.evaluation.graph_panel import GraphEval, measure
 from sparring.evaluation.selfplay_files import RoundRows, answerer_row, phase_result, write_json, write_rounds
 from sparring.files import read_jsonl
@@ -142,7 +141,10 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
     speak = scripts_speak(config) if config.dry_run else policies_speak(config, policies)
     session = Session.now(device=config.device, threads=torch.get_num_threads())
 
-    with _run_directory(config, resume, session) as run, stop_on_signals() as stop:
+    directory = RunDirectory.begin(
+        resume, name=config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="selfplay"
+    )
+    with directory as run, stop_on_signals() as stop:
         number = incarnation(run.path)
         tick, counts, pool, rows, rounds = 0, Counter[str](), list[PoolTask](), RoundRows(), list[dict[str, Any]]()
         opponents: list[tuple[int, dict[str, torch.Tensor]]] = []
@@ -151,7 +153,7 @@ def train_selfplay(config: SelfplayConfig, *, resume: Path | None = None) -> Sel
         state: SavedState | None = None
         if newest is not None:
             checkpoint = read_checkpoint(newest)
-            state = _read_state(checkpoint.documents, newest)
+            state = read_state(checkpoint, SavedState)
             restore_policies(policies, checkpoint)
             restore_learners(
                 checkpoint.tensors, state.optimizers, state.gate, policies, optimizers, gate, where=str(newest)
@@ -388,18 +390,3 @@ def _summary(
         "canonical_graph_mode": config.canonical_graph, "rounds": list(rounds),
         "post_training_evaluation": final.evaluation.flat() if final and final.evaluation else None,
     }  # fmt: skip
-
-
-def _read_state(documents: Mapping[str, bytes], path: Path) -> SavedState:
-    try:
-        return msgspec.json.decode(documents["state.json"], type=SavedState)
-    except (KeyError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path}: state.json is missing or of another version ({error})") from error
-
-
-def _run_directory(config: SelfplayConfig, resume: Path | None, session: Session) -> RunDirectory:
-    if resume is not None:
-        return RunDirectory.open(resume, session=session)
-    return RunDirectory.create(
-        config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="selfplay"
-    )

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import torch
 
-from sparring.checkpoints import Checkpoint, incarnation, latest, read_checkpoint, rotate, write_checkpoint
+from sparring.checkpoints import incarnation, latest, read_checkpoint, read_state, rotate, write_checkpoint
 from sparring.config import SharedConfig, to_toml
 from sparring.envs.contract import Env
 from sparring.envs.load import load_env
-from sparring.errors import CheckpointError, ConfigError, SparringError, nearest
+from sparring.errors import ConfigError, SparringError, nearest
 from sparring.inference.remote import RemoteChat
 from sparring.learning.advantages import BaselineState, credit
 from sparring.learning.batch import split_stale, to_experiences
@@ -148,7 +148,10 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
     reward = load_reward(config.reward, env=env)
     session = Session.now(device=config.device, threads=torch.get_num_threads())
 
-    with _run_directory(config, resume, session) as run, stop_on_signals() as stop:
+    directory = RunDirectory.begin(
+        resume, name=config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="shared"
+    )
+    with directory as run, stop_on_signals() as stop:
         number = incarnation(run.path)
         tick, next_episode, ready, counts = 0, 0, list[Settlement](), Counter[str]()
         newest = latest(run.checkpoints) if resume is not None else None
@@ -162,7 +165,7 @@ def train_shared(config: SharedConfig, *, resume: Path | None = None) -> SharedR
                 tables += _open(config, envs[world * forks : (world + 1) * forks], world, next_episode)
                 next_episode += forks
         else:
-            state = _read_state(checkpoint)
+            state = read_state(checkpoint, SavedState)
             _check_fits(state, config)
             restore_policies(policies, checkpoint)
             restore_learners(
@@ -327,14 +330,6 @@ def _whole_groups(ready: Sequence[Settlement], tables: Sequence[Table], forks: i
     return [s for s in ready if s.turn.id.episode // forks not in playing]
 
 
-def _run_directory(config: SharedConfig, resume: Path | None, session: Session) -> RunDirectory:
-    if resume is not None:
-        return RunDirectory.open(resume, session=session)
-    return RunDirectory.create(
-        config.run, config_toml=to_toml(config), seed=config.seed, session=session, kind="shared"
-    )
-
-
 def _seat_players(config: SharedConfig, env: Env) -> tuple[dict[str, Player], dict[str, CausalLM]]:
     """Who plays each team, and the policies in play that may learn, by name."""
     for team in (*config.players, *config.trainable):
@@ -398,13 +393,6 @@ def _state(
         versions={name: policy.version for name, policy in policies.items()},
         counts={key: float(value) for key, value in counts.items()}, window=list(window),
     )  # fmt: skip
-
-
-def _read_state(checkpoint: Checkpoint) -> SavedState:
-    try:
-        return msgspec.json.decode(checkpoint.documents["state.json"], type=SavedState)
-    except (KeyError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: state.json is missing or of another version ({error})") from error
 
 
 def _check_fits(state: SavedState, config: SharedConfig) -> None:
